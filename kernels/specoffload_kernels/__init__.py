@@ -1,0 +1,25 @@
+"""Attention over paged KV and its by-products; knows nothing of models, tiers or moves.
+
+Legend of the shape suffixes: B rows (sequences), Hq query heads, H kv heads, G = Hq // H, Q query
+tokens per row, D head_dim, T block_size, S slots of the arena, N blocks of the table.
+"""
+
+from specoffload_kernels.dispatch import (
+    append,
+    backend,
+    block_mass,
+    describe,
+    merge,
+    paged_attention,
+)
+from specoffload_kernels.part import AttentionPart
+
+__all__ = [
+    "AttentionPart",
+    "append",
+    "backend",
+    "block_mass",
+    "describe",
+    "merge",
+    "paged_attention",
+]

@@ -1,0 +1,1 @@
+"""Writing of new tokens into arena slots."""

@@ -1,0 +1,1 @@
+"""Softmax mass of every block, from per-block log-sum-exps."""

@@ -1,0 +1,181 @@
+"""The public operations: checks arguments and picks a path by device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from specoffload_kernels.append import cpu as append_cpu
+from specoffload_kernels.block_mass import cpu as block_mass_cpu
+from specoffload_kernels.merge import cpu as merge_cpu
+from specoffload_kernels.paged_attention import cpu as paged_attention_cpu
+from specoffload_kernels.part import AttentionPart
+
+
+def paged_attention(
+    q_BHQD: torch.Tensor,
+    arena_S2HTD: torch.Tensor,
+    table_BN: torch.Tensor,
+    q_start_B: torch.Tensor,
+    kv_len_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_block_lse: bool = True,
+) -> AttentionPart:
+    """Attend to the blocks of a table that have a slot, in place.
+
+    Token t of block j of row b is at position ``j * T + t``, in slot ``table_BN[b, j]``. Query i,
+    at position ``q_start_B[b] + i``, sees it if its position is not after the query's, is below
+    ``kv_len_B[b]``, and is less than ``window`` behind the query. Nothing else is read: unused
+    slots and positions may hold NaN.
+
+    Args:
+        q_BHQD: Queries, ``[B, Hq, Q, D]``, any strides with D contiguous; Hq a multiple of H.
+        arena_S2HTD: K and V, ``[S, 2, H, T, D]``, each ``[T, D]`` contiguous.
+        table_BN: int32 slot per block; -1 = not here, skip.
+        q_start_B: int64 position of each row's first query; on the CPU if the arena is.
+        kv_len_B: int64 number of tokens stored for each row, counting those in absent blocks.
+        scale: Factor on the logits.
+        window: Number of tokens a query sees, itself included; None = all before it.
+        softcap: Logits become ``softcap * tanh(logits / softcap)``.
+        with_block_lse: Return the per-block sums, too.
+
+    Returns:
+        Attention over the visible tokens; a query that sees nothing has out 0 and lse -inf.
+
+    Raises:
+        ValueError: Shapes or types do not fit each other.
+    """
+    _check_attention(q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, window)
+    return paged_attention_cpu.paged_attention(
+        q_BHQD,
+        arena_S2HTD,
+        table_BN,
+        q_start_B,
+        kv_len_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        with_block_lse=with_block_lse,
+    )
+
+
+def append(
+    arena_S2HTD: torch.Tensor,
+    k_BHQD: torch.Tensor,
+    v_BHQD: torch.Tensor,
+    slots_BQ: torch.Tensor,
+    offsets_BQ: torch.Tensor,
+) -> None:
+    """Write token i of row b to position ``offsets_BQ[b, i]`` of slot ``slots_BQ[b, i]``.
+
+    Slot -1 skips the token (padding of ragged rows). No two tokens may name the same place.
+
+    Args:
+        arena_S2HTD: ``[S, 2, H, T, D]``, written in place.
+        k_BHQD: Keys of the new tokens, ``[B, H, Q, D]``.
+        v_BHQD: Values of the new tokens, ``[B, H, Q, D]``.
+        slots_BQ: Integer slots, ``[B, Q]``.
+        offsets_BQ: Integer positions within the slot, ``[B, Q]``.
+    """
+    append_cpu.append(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
+
+
+def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
+    """Combine parts over disjoint sets of blocks into the attention over their union.
+
+    Args:
+        parts: At least one part, all of the same shape. A block present in none of them keeps -inf.
+        sinks_H: One logit per query head, ``[Hq]`` (GPT-OSS). It takes part only in the
+            normalisation of ``out_BQHD``; the sums stay without it, so that masses still sum to 1.
+
+    Returns:
+        The merged part; ``block_lse_BHQN`` is None unless every part has it. A single part without
+        sinks is returned as it is.
+
+    Raises:
+        ValueError: No parts.
+    """
+    if not parts:
+        raise ValueError("merge got 0 parts and needs at least 1")
+    return merge_cpu.merge(parts, sinks_H=sinks_H)
+
+
+def block_mass(
+    block_lse: torch.Tensor, lse: torch.Tensor, num_kv_heads: int, num_rows: torch.Tensor
+) -> torch.Tensor:
+    """Return each block's softmax mass per kv head, averaged over its query heads and used rows.
+
+    Args:
+        block_lse: ``[..., B, Hq, Q, N]`` float32.
+        lse: ``[..., B, Hq, Q]`` float32.
+        num_kv_heads: H, a divisor of Hq.
+        num_rows: ``[B]`` integers; only the first ``num_rows[b]`` of the Q query rows are used.
+
+    Returns:
+        ``[..., B, H, N]`` float32; sums to 1 over the blocks where every used row saw something,
+        to 0 where no row is used.
+
+    Raises:
+        ValueError: Hq is not a multiple of H.
+    """
+    if lse.shape[-2] % num_kv_heads:
+        raise ValueError(
+            f"block_mass got {lse.shape[-2]} query heads for {num_kv_heads} kv heads; "
+            "the first must be a multiple of the second"
+        )
+    return block_mass_cpu.block_mass(block_lse, lse, num_kv_heads, num_rows)
+
+
+def backend() -> str:
+    """Name the path that attention on the CPU takes.
+
+    One of "native-avx512", "native-avx2", "native-portable" and "torch".
+    """
+    return str(describe()["backend"])
+
+
+def describe() -> dict[str, object]:
+    """Say which path attention on the CPU takes and why."""
+    return paged_attention_cpu.describe()
+
+
+def _check_attention(
+    q_BHQD: torch.Tensor,
+    arena_S2HTD: torch.Tensor,
+    table_BN: torch.Tensor,
+    q_start_B: torch.Tensor,
+    kv_len_B: torch.Tensor,
+    window: int | None,
+) -> None:
+    num_rows, num_q_heads, _, head_dim = q_BHQD.shape
+    _, two, num_heads, _, arena_head_dim = arena_S2HTD.shape
+    if two != 2 or arena_head_dim != head_dim or num_q_heads % num_heads:
+        raise ValueError(
+            f"queries of shape {tuple(q_BHQD.shape)} [B, Hq, Q, D] do not fit an arena of shape "
+            f"{tuple(arena_S2HTD.shape)} [S, 2, H, T, D]: D must be equal and Hq a multiple of H"
+        )
+    if (
+        table_BN.dtype != torch.int32
+        or q_start_B.dtype != torch.int64
+        or kv_len_B.dtype != torch.int64
+    ):
+        raise ValueError(
+            f"table, q_start and kv_len are {table_BN.dtype}, {q_start_B.dtype} and "
+            f"{kv_len_B.dtype}; they must be int32, int64 and int64"
+        )
+    if (
+        table_BN.shape[0] != num_rows
+        or q_start_B.shape != (num_rows,)
+        or kv_len_B.shape != (num_rows,)
+    ):
+        raise ValueError(
+            f"{num_rows} rows of queries, but table, q_start and kv_len have shapes "
+            f"{tuple(table_BN.shape)}, {tuple(q_start_B.shape)} and {tuple(kv_len_B.shape)}; "
+            "each needs one entry a row"
+        )
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it must be at least 1, or None for no window")

@@ -1,0 +1,1 @@
+"""Log-sum-exp merge of attention over disjoint sets of blocks."""

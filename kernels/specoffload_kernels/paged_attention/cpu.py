@@ -1,0 +1,46 @@
+"""Paged attention on the CPU: which of the paths serves a call."""
+
+from __future__ import annotations
+
+import torch
+
+from specoffload_kernels.paged_attention import gathered
+from specoffload_kernels.part import AttentionPart
+
+_PREFILL_ROWS = 64  # packed rows (query tokens x group) above which the flash kernel is faster
+
+
+def paged_attention(
+    q_BHQD: torch.Tensor,
+    arena_S2HTD: torch.Tensor,
+    table_BN: torch.Tensor,
+    q_start_B: torch.Tensor,
+    kv_len_B: torch.Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    with_block_lse: bool = True,
+) -> AttentionPart:
+    """Attend to the blocks that have a slot; see ``specoffload_kernels.paged_attention``."""
+    packed_rows = q_BHQD.shape[2] * (q_BHQD.shape[1] // arena_S2HTD.shape[2])
+    if softcap is None and not with_block_lse and packed_rows > _PREFILL_ROWS:
+        return gathered.prefill(
+            q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, scale=scale, window=window
+        )
+    return gathered.attend(
+        q_BHQD,
+        arena_S2HTD,
+        table_BN,
+        q_start_B,
+        kv_len_B,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        with_block_lse=with_block_lse,
+    )
+
+
+def describe() -> dict[str, object]:
+    """Say which path is in use and why."""
+    return {"backend": "torch", "reason": "the only path on this platform"}
