@@ -12,14 +12,19 @@ from specoffload_kernels.dispatch import (
     merge,
     paged_attention,
 )
+from specoffload_kernels.native.build import NativeUnavailableError
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.selection import available_backends, forced_backend
 
 __all__ = [
     "AttentionPart",
+    "NativeUnavailableError",
     "append",
+    "available_backends",
     "backend",
     "block_mass",
     "describe",
+    "forced_backend",
     "merge",
     "paged_attention",
 ]

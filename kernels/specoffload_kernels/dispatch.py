@@ -10,7 +10,9 @@ from specoffload_kernels.append import cpu as append_cpu
 from specoffload_kernels.block_mass import cpu as block_mass_cpu
 from specoffload_kernels.merge import cpu as merge_cpu
 from specoffload_kernels.paged_attention import cpu as paged_attention_cpu
+from specoffload_kernels.paged_attention import gathered
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.selection import selected
 
 
 def paged_attention(
@@ -50,7 +52,11 @@ def paged_attention(
         ValueError: Shapes or types do not fit each other.
     """
     _check_attention(q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, window)
-    return paged_attention_cpu.paged_attention(
+    # Other devices take the torch path, which knows no device.
+    attend = (
+        paged_attention_cpu.paged_attention if arena_S2HTD.device.type == "cpu" else gathered.attend
+    )
+    return attend(
         q_BHQD,
         arena_S2HTD,
         table_BN,
@@ -135,12 +141,23 @@ def backend() -> str:
 
     One of "native-avx512", "native-avx2", "native-portable" and "torch".
     """
-    return str(describe()["backend"])
+    return selected().backend
 
 
 def describe() -> dict[str, object]:
-    """Say which path attention on the CPU takes and why."""
-    return paged_attention_cpu.describe()
+    """Say which path attention on the CPU takes and why, for a person to read.
+
+    Keys: ``backend``; ``reason``; ``library``, the path of the native library or None;
+    ``threads``, whose threads it runs on or why it runs on one.
+    """
+    selection = selected()
+    library = selection.library
+    return {
+        "backend": selection.backend,
+        "reason": selection.reason,
+        "library": None if library is None else str(library.path),
+        "threads": (library.threads_reason if library is not None else None) or "torch's",
+    }
 
 
 def _check_attention(

@@ -22,6 +22,6 @@ class AttentionPart:
             -inf where the block is absent or invisible. None if it was not asked for.
     """
 
-    out_BQHD: torch.Tensor
-    lse_BHQ: torch.Tensor
-    block_lse_BHQN: torch.Tensor | None
+    out_BQHD: torch.Tensor  # noqa: N815 - the suffix is the shape
+    lse_BHQ: torch.Tensor  # noqa: N815
+    block_lse_BHQN: torch.Tensor | None  # noqa: N815

@@ -6,6 +6,7 @@ import torch
 
 from specoffload_kernels.paged_attention import gathered
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.selection import selected
 
 _PREFILL_ROWS = 64  # packed rows (query tokens x group) above which the flash kernel is faster
 
@@ -24,11 +25,30 @@ def paged_attention(
 ) -> AttentionPart:
     """Attend to the blocks that have a slot; see ``specoffload_kernels.paged_attention``."""
     packed_rows = q_BHQD.shape[2] * (q_BHQD.shape[1] // arena_S2HTD.shape[2])
-    if softcap is None and not with_block_lse and packed_rows > _PREFILL_ROWS:
+    if (
+        packed_rows > _PREFILL_ROWS
+        and softcap is None
+        and not with_block_lse
+        and q_BHQD.dtype == arena_S2HTD.dtype
+    ):
         return gathered.prefill(
             q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, scale=scale, window=window
         )
-    return gathered.attend(
+    selection = selected()
+    if selection.library is None or not selection.library.supports(q_BHQD, arena_S2HTD):
+        return gathered.attend(
+            q_BHQD,
+            arena_S2HTD,
+            table_BN,
+            q_start_B,
+            kv_len_B,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            with_block_lse=with_block_lse,
+        )
+    assert selection.isa is not None
+    return selection.library.paged_attention(
         q_BHQD,
         arena_S2HTD,
         table_BN,
@@ -38,9 +58,5 @@ def paged_attention(
         window=window,
         softcap=softcap,
         with_block_lse=with_block_lse,
+        isa=selection.isa,
     )
-
-
-def describe() -> dict[str, object]:
-    """Say which path is in use and why."""
-    return {"backend": "torch", "reason": "the only path on this platform"}

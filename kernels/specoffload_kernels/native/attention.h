@@ -1,0 +1,57 @@
+// What the parts of the native attention share: the call as Python passes it, and the unit of work.
+//
+// Legend: H kv heads, G query heads per kv head, R = G * query tokens packed rows, D head_dim,
+// T tokens per block, N blocks of the table. Strides count elements.
+
+#pragma once
+
+#include <cstdint>
+
+namespace specoffload {
+
+enum Dtype : int64_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// Must match `_Call` in native/library.py field by field: every member is 8 bytes wide.
+struct Call {
+  const void* q;  // [B, Hq, Q, D]
+  int64_t q_stride_row, q_stride_head, q_stride_token, q_dtype;
+  const void* arena;  // [S, 2, H, T, D], each [T, D] contiguous
+  int64_t arena_stride_slot, arena_stride_kv, arena_stride_head, arena_dtype;
+  const int32_t* table;  // [B, N]
+  int64_t table_stride;
+  const int64_t* q_start;  // [B]
+  const int64_t* kv_len;   // [B]
+  float* out;              // [B, Q, Hq, D]
+  float* lse;              // [B, Hq, Q]
+  float* block_lse;        // [B, Hq, Q, N] or null
+  int64_t num_rows, num_q_heads, num_heads, num_q, head_dim, block_size, num_blocks;
+  int64_t window;  // 0 = none
+  double scale, softcap;  // softcap 0 = none
+  int64_t isa, num_threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
+};
+
+// Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of one kv head of one row.
+struct Task {
+  int64_t row, head, i_begin, i_end, j_begin, j_end;
+  int64_t first_fill, last_fill;  // blocks whose block_lse this task writes; beyond j: -inf
+  float* acc;                     // [R, D] sum of exp(logit - max) * v
+  float* max;                     // [R] largest logit; -inf if nothing was seen
+  float* sum;                     // [R] sum of exp(logit - max)
+  int64_t group;
+};
+
+// Floats of scratch memory that one thread needs for tasks of at most `rows` packed rows.
+inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
+inline int64_t scratch_floats(int64_t rows, int64_t head_dim, int64_t block_size) {
+  return padded(rows * head_dim) + rows * padded(block_size) + 4 * padded(head_dim) +
+         padded(block_size) * 64 + 4 * padded(rows) + 64;
+}
+
+using RunTask = void (*)(const Call&, const Task&, float* scratch);
+
+namespace portable { void run_task(const Call&, const Task&, float* scratch); }
+namespace avx2 { void run_task(const Call&, const Task&, float* scratch); }
+namespace avx512 { void run_task(const Call&, const Task&, float* scratch); }
+
+}  // namespace specoffload

@@ -1,0 +1,187 @@
+// The C interface: splits a call into tasks, runs them on the caller's threads, merges the results.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <new>
+#include <vector>
+
+#include "attention.h"
+
+namespace specoffload {
+namespace {
+
+constexpr int64_t kMaxRows = 64;          // packed rows of a task, unless one token has more
+constexpr int64_t kChunksPerSequence = 8;  // tasks that share a long sequence, until
+constexpr int64_t kMinChunkTokens = 64;    // they get smaller than this
+constexpr int64_t kMaxChunkTokens = 2048;  // or larger than this
+
+enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+int64_t best_isa() {
+#if defined(SPECOFFLOAD_HAS_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    return kAvx512;
+#endif
+#if defined(SPECOFFLOAD_HAS_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return kAvx2;
+#endif
+  return kPortable;
+}
+
+// The widest vectors that divide head_dim: the tasks know no remainders.
+RunTask task_function([[maybe_unused]] int64_t isa, [[maybe_unused]] int64_t head_dim) {
+#if defined(SPECOFFLOAD_HAS_AVX512)
+  if (isa >= kAvx512 && head_dim % 16 == 0) return avx512::run_task;
+#endif
+#if defined(SPECOFFLOAD_HAS_AVX2)
+  if (isa >= kAvx2 && head_dim % 8 == 0) return avx2::run_task;
+#endif
+  return portable::run_task;
+}
+
+// Tasks [first, first + count) that attend for the same rows.
+struct Group {
+  int64_t first, count;
+  std::atomic<int64_t> unfinished;
+};
+
+struct Shared {
+  const Call& call;
+  RunTask run;
+  const std::vector<Task>& tasks;
+  std::vector<Group>& groups;
+  float* scratch;
+  int64_t scratch_stride;
+  std::atomic<int64_t> next_task{0}, next_thread{0};
+};
+
+int64_t group_size(const Call& call) { return call.num_q_heads / call.num_heads; }
+
+// How a task list is split depends on each row alone, not on its neighbours or on the threads, so
+// that results do not either.
+void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& first_tasks) {
+  const int64_t groups = group_size(call), block = call.block_size;
+  const int64_t tokens = std::max<int64_t>(1, kMaxRows / groups);
+  for (int64_t row = 0; row < call.num_rows; ++row)
+    for (int64_t i = 0; i < call.num_q; i += tokens) {
+      const int64_t i_end = std::min(call.num_q, i + tokens);
+      const int64_t end = std::min(call.kv_len[row], call.q_start[row] + i_end);
+      const int64_t begin =
+          call.window ? std::max<int64_t>(0, call.q_start[row] + i - call.window + 1) : 0;
+      const int64_t j_lo = std::min(call.num_blocks, begin / block);
+      const int64_t j_hi =
+          std::max(j_lo, std::min(call.num_blocks, (std::max<int64_t>(0, end) + block - 1) / block));
+      const int64_t chunk_tokens = std::min(
+          kMaxChunkTokens, std::max(kMinChunkTokens, (j_hi - j_lo) * block / kChunksPerSequence));
+      const int64_t chunk = (chunk_tokens + block - 1) / block;
+      for (int64_t head = 0; head < call.num_heads; ++head) {
+        first_tasks.push_back(static_cast<int64_t>(tasks.size()));
+        int64_t j = j_lo;
+        do {
+          Task task{};
+          task.row = row, task.head = head, task.i_begin = i, task.i_end = i_end;
+          task.j_begin = j, task.j_end = std::min(j_hi, j + chunk);
+          task.first_fill = j == j_lo ? 0 : j;
+          j += chunk;
+          task.last_fill = j < j_hi ? j : call.num_blocks;
+          task.group = static_cast<int64_t>(first_tasks.size()) - 1;
+          tasks.push_back(task);
+        } while (j < j_hi);
+      }
+    }
+}
+
+void finish(const Call& call, const Task* tasks, int64_t count) {
+  const Task& task = tasks[0];
+  const int64_t groups = group_size(call), head_dim = call.head_dim;
+  const int64_t rows = groups * (task.i_end - task.i_begin);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t head = task.head * groups + r % groups, i = task.i_begin + r / groups;
+    float* out = call.out + ((task.row * call.num_q + i) * call.num_q_heads + head) * head_dim;
+    float* lse = call.lse + (task.row * call.num_q_heads + head) * call.num_q + i;
+    float best = -std::numeric_limits<float>::infinity();
+    for (int64_t c = 0; c < count; ++c) best = std::max(best, tasks[c].max[r]);
+    for (int64_t d = 0; d < head_dim; ++d) out[d] = 0;
+    *lse = best;
+    if (std::isinf(best)) continue;
+    double sum = 0;
+    for (int64_t c = 0; c < count; ++c)
+      sum += std::exp(static_cast<double>(tasks[c].max[r]) - best) * tasks[c].sum[r];
+    *lse = static_cast<float>(best + std::log(sum));
+    for (int64_t c = 0; c < count; ++c) {
+      const float* acc = tasks[c].acc + r * head_dim;
+      const float weight =
+          static_cast<float>(std::exp(static_cast<double>(tasks[c].max[r]) - best) / sum);
+      for (int64_t d = 0; d < head_dim; ++d) out[d] += weight * acc[d];
+    }
+  }
+}
+
+void work(void* argument) {
+  Shared& shared = *static_cast<Shared*>(argument);
+  float* scratch = shared.scratch + shared.next_thread.fetch_add(1) * shared.scratch_stride;
+  const int64_t num_tasks = static_cast<int64_t>(shared.tasks.size());
+  for (;;) {
+    const int64_t index = shared.next_task.fetch_add(1, std::memory_order_relaxed);
+    if (index >= num_tasks) return;
+    const Task& task = shared.tasks[index];
+    shared.run(shared.call, task, scratch);
+    Group& group = shared.groups[task.group];
+    // Acquires what the other tasks of the group wrote, for whoever ends up last.
+    if (group.unfinished.fetch_sub(1, std::memory_order_acq_rel) == 1)
+      finish(shared.call, &shared.tasks[group.first], group.count);
+  }
+}
+
+}  // namespace
+}  // namespace specoffload
+
+using namespace specoffload;
+
+// The best instruction set of this processor: 0 portable, 1 AVX2, 2 AVX-512.
+extern "C" __attribute__((visibility("default"))) int64_t specoffload_isa() { return best_isa(); }
+
+// Returns 0, or 1 if memory ran out (nothing is written then).
+extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_attention(const Call* call) try {
+  std::vector<Task> tasks;
+  std::vector<int64_t> first_tasks;
+  plan(*call, tasks, first_tasks);
+  if (tasks.empty()) return 0;
+
+  std::vector<Group> groups(first_tasks.size());
+  int64_t num_floats = 0, max_rows = 0;
+  for (size_t g = 0; g < groups.size(); ++g) {
+    const int64_t end = g + 1 < groups.size() ? first_tasks[g + 1] : tasks.size();
+    groups[g].first = first_tasks[g];
+    groups[g].count = end - first_tasks[g];
+    groups[g].unfinished.store(groups[g].count, std::memory_order_relaxed);
+  }
+  auto rows_of = [&](const Task& t) { return group_size(*call) * (t.i_end - t.i_begin); };
+  for (const Task& task : tasks) {
+    num_floats += padded(rows_of(task) * call->head_dim) + 2 * padded(rows_of(task));
+    max_rows = std::max(max_rows, rows_of(task));
+  }
+  const int64_t num_threads =
+      call->parallel ? std::max<int64_t>(1, std::min<int64_t>(call->num_threads, tasks.size())) : 1;
+  const int64_t stride = padded(scratch_floats(max_rows, call->head_dim, call->block_size));
+  const size_t bytes = static_cast<size_t>(num_floats + num_threads * stride) * sizeof(float);
+  float* memory = static_cast<float*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
+  if (!memory) return 1;
+  float* at = memory + num_threads * stride;
+  for (Task& task : tasks) {
+    task.acc = at, at += padded(rows_of(task) * call->head_dim);
+    task.max = at, at += padded(rows_of(task));
+    task.sum = at, at += padded(rows_of(task));
+  }
+  Shared shared{*call,  task_function(call->isa, call->head_dim), tasks, groups, memory, stride};
+  if (num_threads == 1) work(&shared);
+  else call->parallel(work, &shared, static_cast<unsigned>(num_threads), 0);
+  std::free(memory);
+  return 0;
+} catch (const std::bad_alloc&) {
+  return 1;
+}

@@ -1,0 +1,166 @@
+"""Loads the native library and calls it; knows pointers and threads, not when to prefer it."""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+from pathlib import Path
+
+import torch
+
+from specoffload_kernels.native.build import NativeUnavailableError, build
+from specoffload_kernels.part import AttentionPart
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+class Isa(enum.IntEnum):
+    """Instruction sets the library has code for, in the order of their worth."""
+
+    PORTABLE = 0
+    AVX2 = 1
+    AVX512 = 2
+
+
+class _Call(ctypes.Structure):
+    """``Call`` of attention.h, field by field."""
+
+    _fields_ = (
+        ("q", _POINTER),
+        *((f"q_{name}", _INT) for name in ("stride_row", "stride_head", "stride_token", "dtype")),
+        ("arena", _POINTER),
+        *((f"arena_{name}", _INT) for name in ("stride_slot", "stride_kv", "stride_head", "dtype")),
+        ("table", _POINTER),
+        ("table_stride", _INT),
+        *((name, _POINTER) for name in ("q_start", "kv_len", "out", "lse", "block_lse")),
+        *((f"num_{name}", _INT) for name in ("rows", "q_heads", "heads", "q")),
+        *((name, _INT) for name in ("head_dim", "block_size", "num_blocks", "window")),
+        *((name, _DOUBLE) for name in ("scale", "softcap")),
+        *((name, _INT) for name in ("isa", "num_threads")),
+        ("parallel", _POINTER),
+    )
+
+
+class NativeLibrary:
+    """The loaded library.
+
+    Attributes:
+        path: The shared object.
+        isa: The best instruction set of this processor.
+        threads_reason: None if calls use torch's threads, else why they run on one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise NativeUnavailableError(f"cannot load {path}: {error}") from error
+        self.path = path
+        library.specoffload_isa.restype = ctypes.c_int64
+        self.isa = Isa(library.specoffload_isa())
+        self._attend = library.specoffload_paged_attention
+        self._attend.restype = ctypes.c_int64
+        self._attend.argtypes = (ctypes.c_void_p,)
+        self._parallel, self.threads_reason = _torch_parallel()
+
+    def supports(self, q_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> bool:
+        """Say whether ``paged_attention`` takes tensors of these types and layouts."""
+        head_dim = arena_S2HTD.shape[4]
+        return (
+            q_BHQD.dtype in _DTYPES
+            and arena_S2HTD.dtype in _DTYPES
+            and head_dim % 4 == 0
+            and q_BHQD.stride(3) == 1
+            and arena_S2HTD.stride()[3:] == (head_dim, 1)
+            and arena_S2HTD.device.type == "cpu"
+        )
+
+    def paged_attention(
+        self,
+        q_BHQD: torch.Tensor,
+        arena_S2HTD: torch.Tensor,
+        table_BN: torch.Tensor,
+        q_start_B: torch.Tensor,
+        kv_len_B: torch.Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        with_block_lse: bool,
+        isa: Isa,
+    ) -> AttentionPart:
+        """Attend to the blocks that have a slot; see ``specoffload_kernels.paged_attention``.
+
+        Releases the interpreter lock. The result does not depend on the number of threads.
+        """
+        num_rows, num_q_heads, num_q, head_dim = q_BHQD.shape
+        num_blocks = table_BN.shape[1]
+        out_BQHD = torch.empty((num_rows, num_q, num_q_heads, head_dim))
+        lse_BHQ = torch.empty((num_rows, num_q_heads, num_q))
+        block_lse_BHQN = (
+            torch.empty((num_rows, num_q_heads, num_q, num_blocks)) if with_block_lse else None
+        )
+        # Held by name until the call returns: the structure keeps addresses only.
+        table_BN, q_start_B = table_BN.contiguous(), q_start_B.contiguous()
+        kv_len_B = kv_len_B.contiguous()
+        q_strides, arena_strides = q_BHQD.stride(), arena_S2HTD.stride()
+        call = _Call(
+            q_BHQD.data_ptr(),
+            q_strides[0],
+            q_strides[1],
+            q_strides[2],
+            _DTYPES[q_BHQD.dtype],
+            arena_S2HTD.data_ptr(),
+            arena_strides[0],
+            arena_strides[1],
+            arena_strides[2],
+            _DTYPES[arena_S2HTD.dtype],
+            table_BN.data_ptr(),
+            num_blocks,
+            q_start_B.data_ptr(),
+            kv_len_B.data_ptr(),
+            out_BQHD.data_ptr(),
+            lse_BHQ.data_ptr(),
+            0 if block_lse_BHQN is None else block_lse_BHQN.data_ptr(),
+            num_rows,
+            num_q_heads,
+            arena_S2HTD.shape[2],
+            num_q,
+            head_dim,
+            arena_S2HTD.shape[3],
+            num_blocks,
+            window or 0,
+            scale,
+            softcap or 0.0,
+            isa,
+            torch.get_num_threads(),
+            self._parallel,
+        )
+        if self._attend(ctypes.addressof(call)):
+            raise MemoryError("paged attention could not allocate its scratch memory")
+        return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
+
+
+def load() -> NativeLibrary:
+    """Build, unless it is cached, and load the library.
+
+    Raises:
+        NativeUnavailableError: It cannot be built or loaded; the message says why.
+    """
+    return NativeLibrary(build())
+
+
+def _torch_parallel() -> tuple[int | None, str | None]:
+    """Return the address of GOMP_parallel in the OpenMP runtime that torch has loaded.
+
+    The library links no OpenMP of its own: a second runtime's spinning threads would fight with
+    torch's for the same cores. torch loads its runtime with global symbols.
+    """
+    if not torch.backends.openmp.is_available():  # type: ignore[no-untyped-call]
+        return None, "this torch has no OpenMP threads to share"
+    try:
+        function = ctypes.CDLL(None).GOMP_parallel
+    except AttributeError:
+        return None, "torch's OpenMP runtime does not offer GOMP_parallel"
+    return ctypes.cast(function, ctypes.c_void_p).value, None
