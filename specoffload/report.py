@@ -99,7 +99,8 @@ class RunReport:
             ),
             (
                 "time",
-                f"draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s, stalled {self.stall_s:.2f} s",
+                f"draft {self.draft_s:.2f} s, verify {self.verify_s:.2f} s,"
+                f" stalled {self.stall_s:.2f} s",
             ),
             ("device", f"peak {format_bytes(self.peak_device_bytes)}, budget {limit}"),
             ("KV", f"{format_bytes(self.kv_bytes)} in all"),

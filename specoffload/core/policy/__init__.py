@@ -1,0 +1,1 @@
+"""Which resident blocks to demote: one policy a file, each a pure function of the table."""

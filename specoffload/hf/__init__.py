@@ -1,0 +1,1 @@
+"""The face towards transformers: how a model writes to our cache, and its attention reads it."""

@@ -1,0 +1,488 @@
+"""`SpecOffloadRunner`: decode with a draft and a target while most KV lies off the device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from specoffload.config import SpecOffloadConfig, parse_bytes
+from specoffload.core.budget import Need, Share, span_blocks, split
+from specoffload.core.gamma import AutoGamma, FixedGamma
+from specoffload.errors import BudgetError, SpecOffloadError, UnsupportedModelError
+from specoffload.hf.models import check_length, check_pair, kv_shape
+from specoffload.hf.requests import Request, read_request
+from specoffload.metrics import Meter
+from specoffload.report import BlockShare, RunReport
+from specoffload.speculation import Lane, draft_tokens, verify_tokens
+from specoffload.tiers.device import DeviceMemory, KVShape
+from specoffload.tiers.disk import SpillFile
+from specoffload.tiers.host import HostArena, available_host_bytes
+from specoffload.tiers.pool import BlockPool
+from specoffload.tiers.transfer import Homes, Mover
+from specoffload_fusion import Signal, focus
+from specoffload_kernels import backend
+
+_HOST_SHARE = 0.5
+"""Part of the free host memory that `host_budget="auto"` may take."""
+
+
+class Streamer(Protocol):
+    """What transformers calls a streamer."""
+
+    def put(self, value: torch.Tensor) -> None:
+        """Take the prompt, then each committed token."""
+
+    def end(self) -> None:
+        """Take note that the text is complete, or that generation failed."""
+
+
+class SpecOffloadRunner:
+    """Decodes with a draft and a target, keeping the KV of both within a device budget.
+
+    Greedy float32 output is token for token that of `target.generate`, at any budget. Use as a
+    context manager, or call `close`.
+
+    Args:
+        draft: the model that proposes tokens; may be the target itself. None: the target decodes
+            alone, through the same paged cache.
+        target: the model whose text is wanted.
+        config: a `SpecOffloadConfig`, or a mapping of its attributes.
+
+    Raises:
+        ConfigError: an option is unknown or invalid.
+        UnsupportedModelError: a model cannot be paged, or the pair does not share a vocabulary.
+        BudgetError: `device_budget` cannot hold the working set of one row.
+    """
+
+    def __init__(
+        self,
+        draft: PreTrainedModel | None,
+        target: PreTrainedModel,
+        config: SpecOffloadConfig | Mapping[str, Any] | None = None,
+    ) -> None:
+        if config is None:
+            config = SpecOffloadConfig()
+        elif isinstance(config, Mapping):
+            config = SpecOffloadConfig.from_mapping(config)
+        self.config = config
+        self._target = target
+        self._draft = draft
+        self._max_gamma = 0 if draft is None else config.max_draft_tokens
+        self._shapes = [kv_shape(target, config.block_size, role="target")]
+        if draft is not None:
+            draft_shape = kv_shape(draft, config.block_size, role="draft")
+            check_pair(draft, target)
+            if self._max_gamma:
+                self._shapes.append(draft_shape)
+        device = target.get_input_embeddings().weight.device
+        if device.type != "cpu":
+            raise UnsupportedModelError(
+                f"the target lies on {device}, and blocks can be moved only on the CPU so far: load"
+                " the pair on the CPU"
+            )
+        limit = config.device_budget_bytes
+        if limit is not None and limit < self.minimum_device_bytes:
+            raise BudgetError(
+                f"device_budget={config.device_budget!r} cannot hold the working set of one row:"
+                f" at least {self.minimum_device_bytes} bytes are needed; raise it, or lower"
+                " block_size or num_draft_tokens",
+                required_bytes=self.minimum_device_bytes,
+            )
+        self._memory = DeviceMemory(device, limit)
+        self._mover = Mover()
+        self._busy = threading.Lock()
+        self._closed = False
+        self._report = RunReport(device_budget_bytes=limit, kernel=backend())
+        self._signal: Signal | None = None
+
+    @property
+    def minimum_device_bytes(self) -> int:
+        """The smallest device budget that one row of any length can be decoded in."""
+        span = span_blocks(self._max_gamma + 1, self.config.block_size)
+        return sum((shape.num_layers * span + 2) * shape.block_bytes for shape in self._shapes)
+
+    def generate(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        max_length: int | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        streamer: Streamer | None = None,
+    ) -> torch.Tensor:
+        """Continue each row greedily, as `target.generate(..., do_sample=False)` would.
+
+        Args:
+            input_ids: prompts `[rows, tokens]`, padded on the left.
+            attention_mask: `[rows, tokens]`, 0 on padding; told from `pad_token_id` if None.
+            max_new_tokens: most tokens to add to a row.
+            max_length: most tokens of a row, its padded prompt included.
+            eos_token_id: id or ids that end a row; the target's `generation_config` if None.
+            pad_token_id: fills rows that ended early; likewise.
+            streamer: gets the prompt, then each committed token once; for one row.
+
+        Returns:
+            `[rows, tokens + new]`, int64.
+
+        Raises:
+            SpecOffloadError: an argument cannot be honoured; nothing was run.
+            SpillError: a block could not be moved. The runner stays usable.
+        """
+        if self._closed:
+            raise SpecOffloadError("the runner is closed: make a new one")
+        request = read_request(
+            self._target,
+            input_ids,
+            attention_mask,
+            max_new_tokens=max_new_tokens,
+            max_length=max_length,
+            eos_token_id=eos_token_id,
+            pad_token_id=pad_token_id,
+        )
+        longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
+        check_length(self._target, longest, role="target")
+        if len(self._shapes) > 1 and self._draft is not None:
+            check_length(self._draft, longest, role="draft")
+        if streamer is not None and len(request.prompts) > 1:
+            raise SpecOffloadError(
+                f"a streamer takes one row, and input_ids has {len(request.prompts)}"
+            )
+        if not self._busy.acquire(blocking=False):
+            raise SpecOffloadError(
+                "another thread is generating with this runner: use one runner for each thread"
+            )
+        try:
+            texts = self._run(request, streamer)
+        finally:
+            self._busy.release()
+            if streamer is not None:
+                streamer.end()
+        width = max(
+            len(text) - len(prompt) for text, prompt in zip(texts, request.prompts, strict=True)
+        )
+        out = torch.full(
+            (len(texts), input_ids.shape[1] + width), request.pad_token_id, dtype=torch.long
+        )
+        out[:, : input_ids.shape[1]] = input_ids
+        for index, (text, prompt) in enumerate(zip(texts, request.prompts, strict=True)):
+            new = torch.tensor(text[len(prompt) :])
+            out[index, input_ids.shape[1] : input_ids.shape[1] + len(new)] = new
+        return out
+
+    def report(self) -> RunReport:
+        """Return what the last `generate` did."""
+        return self._report
+
+    def last_signal(self) -> Signal | None:
+        """Return the target's attention mass in the last verify; None if none was collected."""
+        return self._signal
+
+    def close(self) -> None:
+        """End the runner's threads and give its memory back. Idempotent."""
+        self._closed = True
+        self._mover.close()
+        self._memory.release()
+
+    def __enter__(self) -> SpecOffloadRunner:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # ---- one call
+
+    def _run(self, request: Request, streamer: Streamer | None) -> list[list[int]]:
+        meter = Meter()
+        self._signal = None
+        self._mover.stall_s = 0.0
+        if streamer is not None:
+            streamer.put(torch.tensor([request.prompts[0]]))
+        texts: list[list[int]] = []
+        host_bytes = self._host_bytes()
+        while len(texts) < len(request.prompts):
+            plan = self._plan(request, len(texts), host_bytes)
+            with torch.inference_mode(), self._lanes(plan, meter) as lanes:
+                decoding = _Decoding(self, request, plan, lanes, streamer, meter)
+                texts += decoding.run()
+                self._signal = decoding.signal
+        self._report = meter.report(
+            stall_s=self._mover.stall_s,
+            prompt_tokens=sum(map(len, request.prompts)),
+            device_budget_bytes=self._memory.limit_bytes,
+            kernel=backend(),
+            focus=self._focus(),
+        )
+        return texts
+
+    def _host_bytes(self) -> int:
+        if self.config.host_budget == "auto":
+            return int(available_host_bytes() * _HOST_SHARE)
+        return parse_bytes(self.config.host_budget, name="host_budget")
+
+    def _plan(self, request: Request, first: int, host_bytes: int) -> _Plan:
+        """Take as many of the remaining rows as fit together; those left over run after them."""
+        for end in range(len(request.prompts), first, -1):
+            prompts = request.prompts[first:end]
+            # The last token of a row is never fed, so it never enters the cache.
+            num_tokens = [len(prompt) + request.max_new_tokens - 1 for prompt in prompts]
+            needs = [self._need(shape, num_tokens) for shape in self._shapes]
+            try:
+                shares = split(
+                    needs,
+                    device_bytes=self._memory.limit_bytes,
+                    host_bytes=host_bytes,
+                    has_disk=self.config.disk_path is not None,
+                )
+            except BudgetError:
+                if end == first + 1:
+                    raise
+                continue
+            num_blocks = max(-(-tokens // self.config.block_size) for tokens in num_tokens)
+            return _Plan(
+                first=first, prompts=prompts, num_blocks=num_blocks, needs=needs, shares=shares
+            )
+        raise AssertionError("a plan for one row either exists or raises")
+
+    def _need(self, shape: KVShape, num_tokens: list[int]) -> Need:
+        block_size = self.config.block_size
+        round_tokens = self._max_gamma + 1
+        step = max(self.config.prefill_chunk, round_tokens)
+        total = working = 0
+        for tokens in num_tokens:
+            blocks = -(-tokens // block_size)
+            working += shape.num_layers * min(blocks, span_blocks(round_tokens, block_size))
+            for window in shape.windows:
+                inside = blocks if window is None else span_blocks(window + step, block_size)
+                total += min(blocks, inside)
+        return Need(block_bytes=shape.block_bytes, total=total, working=min(working, total))
+
+    @contextmanager
+    def _lanes(self, plan: _Plan, meter: Meter) -> Iterator[list[Lane]]:
+        """Lay out the tiers for a plan; take everything back afterwards, whatever happened."""
+        models = [self._target] if self._draft is None else [self._target, self._draft]
+        pools: list[BlockPool] = []
+        homes: list[Homes] = []
+        try:
+            for shape, share in zip(self._shapes, plan.shares, strict=True):
+                homes.append(self._homes(shape, share))
+            memories = self._memory.carve(
+                [
+                    (share.num_slots + share.num_staging) * shape.block_bytes
+                    for shape, share in zip(self._shapes, plan.shares, strict=True)
+                ]
+            )
+            for shape, share, memory, home in zip(
+                self._shapes, plan.shares, memories, homes, strict=True
+            ):
+                pools.append(
+                    BlockPool(
+                        shape,
+                        memory,
+                        share,
+                        num_rows=len(plan.prompts),
+                        num_blocks=plan.num_blocks,
+                        homes=home,
+                        mover=self._mover,
+                        poison=self.config.poison,
+                    )
+                )
+            yield [
+                Lane(model, pool, prefill_chunk=self._prefill_chunk(pool, len(plan.prompts)))
+                for model, pool in zip(models, pools, strict=False)
+            ]
+        finally:
+            for pool in pools:
+                pool.abandon()
+            meter.add_memory(
+                pools,
+                homes,
+                device_bytes=self._memory.num_bytes,
+                kv_bytes=sum(need.total_bytes for need in plan.needs),
+            )
+            for home in homes:
+                home.close()
+
+    def _homes(self, shape: KVShape, share: Share) -> Homes:
+        spill = None
+        if share.num_extents:
+            assert self.config.disk_path is not None
+            spill = SpillFile(Path(self.config.disk_path), shape.block_bytes, share.num_extents)
+        return Homes(HostArena(share.num_host_slots, shape.block_bytes), spill)
+
+    def _prefill_chunk(self, pool: BlockPool, num_rows: int) -> int:
+        """The most tokens of one row whose blocks fit beside the other rows' newest ones."""
+        if not pool.is_offloading:
+            return self.config.prefill_chunk
+        block_size = self.config.block_size
+        blocks = pool.residency.num_slots // pool.shape.num_layers - (num_rows - 1)
+        tokens = (blocks - 1) * block_size + 1
+        if tokens > block_size:
+            tokens -= tokens % block_size
+        return max(1, min(self.config.prefill_chunk, tokens))
+
+    def _focus(self) -> tuple[BlockShare, ...]:
+        if self._signal is None:
+            return ()
+        return tuple(
+            BlockShare(row=row, layer=layer, block=block, mass=mass)
+            for row, layer, block, mass in focus(self._signal)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """Rows that are decoded together, and the memory they get."""
+
+    first: int
+    prompts: list[list[int]]
+    num_blocks: int
+    needs: list[Need]
+    shares: list[Share]
+
+
+class _Decoding:
+    """The loop of `architecture`: draft, verify, accept, settle, for one group of rows."""
+
+    def __init__(
+        self,
+        runner: SpecOffloadRunner,
+        request: Request,
+        plan: _Plan,
+        lanes: list[Lane],
+        streamer: Streamer | None,
+        meter: Meter,
+    ) -> None:
+        self.signal: Signal | None = None
+        self._request = request
+        self._config = runner.config
+        self._target = lanes[0]
+        self._draft = lanes[1] if len(lanes) > 1 else None
+        self._streamer = streamer
+        self._meter = meter
+        self._texts = [list(prompt) for prompt in plan.prompts]
+        self._left = [request.max_new_tokens] * len(plan.prompts)
+        self._active = list(range(len(plan.prompts)))
+        gamma = self._config.num_draft_tokens if self._draft is not None else 0
+        self._gamma = (
+            AutoGamma(max_gamma=self._config.max_draft_tokens)
+            if gamma == "auto"
+            else FixedGamma(int(gamma))
+        )
+
+    def run(self) -> list[list[int]]:
+        """Return the texts of the group, prompts included."""
+        start = time.perf_counter()
+        for row, text in enumerate(self._texts):
+            first = int(self._target.prefill(row, text).argmax())
+            if self._draft is not None:
+                self._draft.prefill(row, text[:-1])
+            self._meter.first_tokens += 1
+            self._extend(row, [first])
+        now = time.perf_counter()
+        self._meter.prefill_s += now - start
+        while self._active:
+            self._round()
+        self._meter.decode_s += time.perf_counter() - now
+        return self._texts
+
+    def _round(self) -> None:
+        rows = self._active
+        wanted = self._gamma.choose()
+        gammas = [min(wanted, self._left[row] - 1) for row in rows]
+        texts = [self._texts[row] for row in rows]
+        running = self._target.pool.begin(
+            rows,
+            [gamma + 1 for gamma in gammas],
+            max(gammas) + 1,
+            with_signal=self._config.collect_signal,
+        )
+        start = time.perf_counter()
+        try:
+            drafted: list[list[int]] = [[] for _ in rows]
+            if self._draft is not None:
+                drafted = draft_tokens(self._draft, rows, texts, gammas)
+            middle = time.perf_counter()
+            emitted = verify_tokens(self._target, running, [text[-1] for text in texts], drafted)
+        finally:
+            running.cancel()
+        end = time.perf_counter()
+        accepted = [len(tokens) - 1 for tokens in emitted]
+        if self._config.collect_signal:
+            self._keep_signal(running.mass([len(tokens) for tokens in emitted]), rows, emitted)
+        for row, tokens, gamma in zip(rows, emitted, gammas, strict=True):
+            self._target.pool.settle(row, len(tokens))
+            if self._draft is not None:
+                self._draft.pool.settle(row, len(tokens) if gamma else 0)
+        for row, tokens in zip(list(rows), emitted, strict=True):
+            self._extend(row, tokens)
+        for lane in (self._target, self._draft):
+            if lane is not None:
+                lane.pool.end_round()
+        self._gamma.observe(
+            gamma=max(gammas),
+            drafted=sum(gammas),
+            accepted=sum(accepted),
+            rejections=sum(a < g for a, g in zip(accepted, gammas, strict=True)),
+            draft_s=middle - start,
+            verify_s=end - middle,
+        )
+        self._meter.add_round(
+            rows=len(rows),
+            drafted=sum(gammas),
+            accepted=sum(accepted),
+            draft_s=middle - start,
+            verify_s=end - middle,
+        )
+
+    def _keep_signal(
+        self,
+        mass_LRHN: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
+        rows: list[int],
+        emitted: list[list[int]],
+    ) -> None:
+        num_rows = np.array([len(tokens) for tokens in emitted])
+        committed = self._target.pool.ledger.committed[rows]
+        self.signal = Signal(
+            round_index=self._meter.rounds,
+            rows=np.array(rows),
+            mass=mass_LRHN.swapaxes(0, 1),
+            num_tokens=committed + num_rows,
+            num_rows=num_rows,
+            block_size=self._config.block_size,
+        )
+
+    def _extend(self, row: int, tokens: list[int]) -> None:
+        """Add tokens to a row's text, up to its end; forget the row's KV if it has ended."""
+        kept = tokens[: self._left[row]]
+        for index, token in enumerate(kept):
+            if token in self._request.eos_token_ids:
+                kept = kept[: index + 1]
+                break
+        self._texts[row] += kept
+        self._left[row] -= len(kept)
+        self._meter.new_tokens += len(kept)
+        if self._streamer is not None:
+            for token in kept:
+                self._streamer.put(torch.tensor([token]))
+        if not self._left[row] or kept[-1] in self._request.eos_token_ids:
+            self._active = [other for other in self._active if other != row]
+            for lane in (self._target, self._draft):
+                if lane is not None:
+                    lane.pool.release(row)

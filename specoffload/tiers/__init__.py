@@ -1,0 +1,1 @@
+"""Storage of blocks, and the threads that move them. Torch from here down; no transformers."""

@@ -1,0 +1,120 @@
+"""The device tier: one allocation, carved into an arena for each model.
+
+On a machine without a GPU the device is a piece of RAM of fixed size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+_ALIGN = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVShape:
+    """What one block of one model's layer looks like.
+
+    Attributes:
+        num_layers: layers that hold KV.
+        num_kv_heads: kv heads of a layer.
+        head_dim: size of a key and of a value.
+        block_size: tokens of a block.
+        dtype: how KV is stored.
+        windows: the sliding window of each layer in tokens, None where attention is global.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+    windows: tuple[int | None, ...]
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all kv heads of one layer."""
+        return 2 * self.num_kv_heads * self.block_size * self.head_dim * self.dtype.itemsize
+
+
+class DeviceMemory:
+    """The one buffer behind all arenas of a runner; it grows between calls, up to its limit.
+
+    Args:
+        device: where it lies.
+        limit_bytes: the budget; None for none.
+    """
+
+    def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
+        self._device = device
+        self.limit_bytes = limit_bytes
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated now."""
+        return self._buffer.numel()
+
+    def carve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+        """Return one byte view for each size, none overlapping; earlier views become invalid."""
+        total = sum(sizes)
+        assert self.limit_bytes is None or total <= self.limit_bytes, "the budget is hard"
+        if self._buffer.numel() < total:
+            # The old buffer goes first: both at once could be twice the budget.
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._buffer = _aligned(total, self._device)
+        views, start = [], 0
+        for size in sizes:
+            views.append(self._buffer[start : start + size])
+            start += size
+        return views
+
+    def release(self) -> None:
+        """Give the memory back."""
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+
+
+class DeviceArena:
+    """Slots for blocks of one shape: `[slot, 2 (K, V), kv_head, token, head_dim]`.
+
+    Args:
+        shape: what a block looks like.
+        memory: bytes to lay the slots out in; what remains is left alone.
+        num_slots: how many.
+        poison: fill slots with NaN when they are free.
+    """
+
+    def __init__(
+        self, shape: KVShape, memory: torch.Tensor, num_slots: int, *, poison: bool = False
+    ) -> None:
+        size = num_slots * shape.block_bytes
+        self._bytes = memory[:size].view(num_slots, shape.block_bytes)
+        self.tensor = (
+            memory[:size]
+            .view(shape.dtype)
+            .view(num_slots, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
+        )
+        self._poison = poison
+        if poison:
+            self.tensor.fill_(torch.nan)
+
+    @property
+    def slot_bytes(self) -> npt.NDArray[np.uint8]:
+        """Every slot as raw bytes, `[slot, byte]`, sharing memory with `tensor` (CPU only)."""
+        return self._bytes.numpy()
+
+    def freed(self, slots: npt.NDArray[np.int32]) -> None:
+        """Note that slots hold nothing any more."""
+        if self._poison and len(slots):
+            self.tensor[torch.from_numpy(slots.astype(np.int64))] = torch.nan
+
+
+def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Allocate bytes that start at a page."""
+    raw = torch.empty(num_bytes + _ALIGN, dtype=torch.uint8, device=device)
+    start = -raw.data_ptr() % _ALIGN
+    return raw[start : start + num_bytes]
