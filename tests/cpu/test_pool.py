@@ -65,10 +65,7 @@ class Bench:
             mover=self.mover,
             poison=True,
         )
-        self.keys = torch.zeros(LAYERS, ROWS, HEADS, 0, DIM)
-        self.texts = [
-            [torch.zeros(LAYERS, 2, HEADS, 0, DIM) for _ in range(ROWS)],
-        ][0]
+        self.texts = [torch.zeros(LAYERS, 2, HEADS, 0, DIM) for _ in range(ROWS)]
         self.generator = torch.Generator().manual_seed(0)
 
     def round(self, num_new: list[int], accepted: list[int]) -> float:
@@ -103,6 +100,16 @@ class Bench:
         self.pool.end_round()
         self.pool.residency.check()
         return worst
+
+    def rounds(self, count: int) -> None:
+        for _ in range(count):
+            self.round([4, 4], [4, 4])
+
+    def interrupted_pass(self) -> None:
+        new = torch.zeros(ROWS, HEADS, 2, DIM)
+        with self.pool.begin([0, 1], [2, 2], 2, with_signal=False) as running:
+            running.append(0, new, new)
+            raise KeyboardInterrupt
 
     def plain(self, layer: int, row: int, q: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         keys, values = torch.cat([self.texts[row][layer], new], dim=2).double()
@@ -212,8 +219,7 @@ def test_rejected_tokens_leave_no_trace(bench: Bench) -> None:
 def test_an_io_error_surfaces_and_the_threads_survive_it(
     bench: Bench, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(4):
-        bench.round([4, 4], [4, 4])
+    bench.rounds(4)
 
     def broken(*args: Any) -> int:
         raise OSError(errno.EIO, "Input/output error")
@@ -221,8 +227,7 @@ def test_an_io_error_surfaces_and_the_threads_survive_it(
     with monkeypatch.context() as patch:
         patch.setattr(os, call, broken)
         with pytest.raises(SpillError) as caught:
-            for _ in range(4):
-                bench.round([4, 4], [4, 4])
+            bench.rounds(4)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename
     bench.pool.abandon()
@@ -236,8 +241,7 @@ def test_an_io_error_surfaces_and_the_threads_survive_it(
 def test_a_block_damaged_on_disk_is_not_served(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for _ in range(4):
-        bench.round([4, 4], [4, 4])
+    bench.rounds(4)
     original = os.preadv
 
     def flipped(fd: int, buffers: list[Any], offset: int) -> int:
@@ -251,15 +255,10 @@ def test_a_block_damaged_on_disk_is_not_served(
 
 
 def test_an_interrupted_pass_changes_nothing(bench: Bench) -> None:
-    for _ in range(4):
-        bench.round([4, 4], [4, 4])
+    bench.rounds(4)
     frontier = bench.pool.ledger.frontier.tolist()
-    with (
-        pytest.raises(KeyboardInterrupt),
-        bench.pool.begin([0, 1], [2, 2], 2, with_signal=False) as running,
-    ):
-        running.append(0, torch.zeros(ROWS, HEADS, 2, DIM), torch.zeros(ROWS, HEADS, 2, DIM))
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        bench.interrupted_pass()
     assert bench.pool.ledger.frontier.tolist() == frontier
     for row in range(ROWS):
         bench.pool.settle(row, 0)
