@@ -4,6 +4,7 @@ Legend of the shape suffixes: B rows (sequences), Hq query heads, H kv heads, G 
 tokens per row, D head_dim, T block_size, S slots of the arena, N blocks of the table.
 """
 
+from specoffload_kernels.accuracy import ACCURACY
 from specoffload_kernels.dispatch import (
     append,
     backend,
@@ -17,6 +18,7 @@ from specoffload_kernels.part import AttentionPart
 from specoffload_kernels.selection import available_backends, forced_backend
 
 __all__ = [
+    "ACCURACY",
     "AttentionPart",
     "NativeUnavailableError",
     "append",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from specoffload_kernels.append import cpu as append_cpu
+from specoffload_kernels.append import scattered
 from specoffload_kernels.block_mass import cpu as block_mass_cpu
 from specoffload_kernels.merge import cpu as merge_cpu
 from specoffload_kernels.paged_attention import cpu as paged_attention_cpu
@@ -50,6 +51,7 @@ def paged_attention(
 
     Raises:
         ValueError: Shapes or types do not fit each other.
+        IndexError: The table names a slot that the arena lacks.
     """
     _check_attention(q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, window)
     # Other devices take the torch path, which knows no device.
@@ -86,8 +88,27 @@ def append(
         v_BHQD: Values of the new tokens, ``[B, H, Q, D]``.
         slots_BQ: Integer slots, ``[B, Q]``.
         offsets_BQ: Integer positions within the slot, ``[B, Q]``.
+
+    Raises:
+        ValueError: Shapes do not fit each other.
+        IndexError: A token's slot or position lies outside the arena; nothing was written.
     """
-    append_cpu.append(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
+    _, _, num_heads, _, head_dim = arena_S2HTD.shape
+    rows_and_tokens = (k_BHQD.shape[0], k_BHQD.shape[2])
+    if (
+        k_BHQD.shape != v_BHQD.shape
+        or k_BHQD.shape[1] != num_heads
+        or k_BHQD.shape[3] != head_dim
+        or slots_BQ.shape != rows_and_tokens
+        or offsets_BQ.shape != rows_and_tokens
+    ):
+        raise ValueError(
+            f"keys {tuple(k_BHQD.shape)}, values {tuple(v_BHQD.shape)} [B, H, Q, D], slots "
+            f"{tuple(slots_BQ.shape)} and offsets {tuple(offsets_BQ.shape)} [B, Q] must fit each "
+            f"other and the arena {tuple(arena_S2HTD.shape)} [S, 2, H, T, D]"
+        )
+    write = append_cpu.append if arena_S2HTD.device.type == "cpu" else scattered.append
+    write(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
 
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:

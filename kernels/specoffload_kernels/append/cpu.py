@@ -1,8 +1,11 @@
-"""Append in torch: one scattered write each for K and V."""
+"""Append on the CPU: the native library, else one scattered write each for K and V in torch."""
 
 from __future__ import annotations
 
 import torch
+
+from specoffload_kernels.append import scattered
+from specoffload_kernels.selection import selected
 
 
 def append(
@@ -13,14 +16,8 @@ def append(
     offsets_BQ: torch.Tensor,
 ) -> None:
     """Write new tokens to their slots; see ``specoffload_kernels.append``."""
-    slots_n, offsets_n = slots_BQ.flatten().long(), offsets_BQ.flatten().long()
-    k_nHD = k_BHQD.transpose(1, 2).flatten(0, 1)
-    v_nHD = v_BHQD.transpose(1, 2).flatten(0, 1)
-    skipped_n = slots_n < 0
-    if bool(skipped_n.any()):
-        kept_n = ~skipped_n
-        slots_n, offsets_n = slots_n[kept_n], offsets_n[kept_n]
-        k_nHD, v_nHD = k_nHD[kept_n], v_nHD[kept_n]
-    k_STHD, v_STHD = arena_S2HTD.permute(1, 0, 3, 2, 4)
-    k_STHD.index_put_((slots_n, offsets_n), k_nHD.to(arena_S2HTD.dtype))
-    v_STHD.index_put_((slots_n, offsets_n), v_nHD.to(arena_S2HTD.dtype))
+    library = selected().library
+    if library is None or arena_S2HTD.stride(4) != 1:
+        scattered.append(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
+    else:
+        library.append(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)

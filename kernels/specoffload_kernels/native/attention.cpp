@@ -30,12 +30,26 @@ typedef uint32_t VU __attribute__((vector_size(4 * W)));
 typedef uint16_t VHalf __attribute__((vector_size(2 * W)));
 typedef uint16_t VHalfLoad __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
+typedef uint32_t VPairLoad __attribute__((vector_size(4 * W), aligned(2), may_alias));
+
 struct Bf16 { uint16_t bits; };
 
 INLINE V load(const float* p) { return *reinterpret_cast<const VLoad*>(p); }
 INLINE V load(const Bf16* p) {
   VHalf half = *reinterpret_cast<const VHalfLoad*>(p);
   return reinterpret_cast<V>(__builtin_convertvector(half, VU) << 16);
+}
+// 2 W elements, as two vectors. Those of bfloat16 are split into the even and the odd ones, which
+// costs half of what widening in order does. Queries are packed in the same order, and sums are put
+// back in order at the end of a task; only whole pairs of vectors are permuted.
+INLINE void load_pair(const float* p, V* v) {
+  v[0] = load(p);
+  v[1] = load(p + W);
+}
+INLINE void load_pair(const Bf16* p, V* v) {
+  VU pair = *reinterpret_cast<const VPairLoad*>(p);
+  v[0] = reinterpret_cast<V>(pair << 16);
+  v[1] = reinterpret_cast<V>(pair & 0xffff0000);
 }
 INLINE void store(float* p, V v) { *reinterpret_cast<VLoad*>(p) = v; }
 INLINE V splat(float x) { return x - V{}; }
@@ -52,44 +66,52 @@ INLINE float scalar(const Bf16* p) {
 
 // ---- vector to scalar
 
-#if SPECOFFLOAD_LANES == 8 && defined(__AVX2__)
-INLINE void sum4(const V* a, float* to) {
-  __m256 ab = _mm256_hadd_ps((__m256)a[0], (__m256)a[1]);
-  __m256 cd = _mm256_hadd_ps((__m256)a[2], (__m256)a[3]);
-  __m256 abcd = _mm256_hadd_ps(ab, cd);
-  _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
+typedef float Quad __attribute__((vector_size(16)));
+typedef float QuadLoad __attribute__((vector_size(16), aligned(4), may_alias));
+
+INLINE Quad quad(V v, int64_t n) {
+  Quad quads[W / 4];
+  __builtin_memcpy(quads, &v, sizeof v);
+  return quads[n];
 }
-#elif SPECOFFLOAD_LANES == 16 && defined(__AVX512F__)
+INLINE Quad sum_quads(V v) {
+  Quad total = quad(v, 0);
+  for (int64_t n = 1; n < W / 4; ++n) total += quad(v, n);
+  return total;
+}
+INLINE float sum_lanes(V v) {
+  Quad q = sum_quads(v);
+  return (q[0] + q[1]) + (q[2] + q[3]);
+}
+INLINE float max_lanes(V v) {
+  Quad q = quad(v, 0);
+  for (int64_t n = 1; n < W / 4; ++n) q = quad(v, n) > q ? quad(v, n) : q;
+  float a = q[0] > q[1] ? q[0] : q[1], b = q[2] > q[3] ? q[2] : q[3];
+  return a > b ? a : b;
+}
+
+// to[n] = sum of the lanes of a[n], for four vectors.
+#if SPECOFFLOAD_LANES >= 8
 INLINE __m256 fold(V v) {
-  __m256 half[2];
-  __builtin_memcpy(half, &v, sizeof half);
-  return _mm256_add_ps(half[0], half[1]);
+  __m256 parts[W / 8];
+  __builtin_memcpy(parts, &v, sizeof v);
+  __m256 total = parts[0];
+  for (int64_t n = 1; n < W / 8; ++n) total = _mm256_add_ps(total, parts[n]);
+  return total;
+}
+INLINE __m256 add_neighbours(__m256 a, __m256 b) {
+  return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd));
 }
 INLINE void sum4(const V* a, float* to) {
-  __m256 abcd = _mm256_hadd_ps(_mm256_hadd_ps(fold(a[0]), fold(a[1])),
-                               _mm256_hadd_ps(fold(a[2]), fold(a[3])));
+  __m256 ab = add_neighbours(fold(a[0]), fold(a[1])), cd = add_neighbours(fold(a[2]), fold(a[3]));
+  __m256 abcd = add_neighbours(ab, cd);
   _mm_storeu_ps(to, _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1)));
 }
 #else
 INLINE void sum4(const V* a, float* to) {
-  for (int64_t n = 0; n < 4; ++n) {
-    float total = 0;
-    for (int64_t lane = 0; lane < W; ++lane) total += a[n][lane];
-    to[n] = total;
-  }
+  for (int64_t n = 0; n < 4; ++n) to[n] = sum_lanes(a[n]);
 }
 #endif
-
-INLINE float sum_lanes(V v) {
-  float total = 0;
-  for (int64_t lane = 0; lane < W; ++lane) total += v[lane];
-  return total;
-}
-INLINE float max_lanes(V v) {
-  float best = v[0];
-  for (int64_t lane = 1; lane < W; ++lane) best = v[lane] > best ? v[lane] : best;
-  return best;
-}
 
 // ---- exp, log, tanh: the single precision polynomials of Cephes, 1 to 2 ulp
 
@@ -145,6 +167,18 @@ INLINE V tanh(V x) {
   return size < splat(0.625f) ? small : large;
 }
 
+template <class T>
+INLINE void widen(const T* from, int64_t num, float* to) {
+  int64_t d = 0;
+  for (; d + 2 * W <= num; d += 2 * W) {
+    V v[2];
+    load_pair(from + d, v);
+    store(to + d, v[0]);
+    store(to + d + W, v[1]);
+  }
+  if (d < num) store(to + d, load(from + d));
+}
+
 // ---- logits: rows x 4 tokens at a time, dot products along D
 
 INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, kPrefetchLocality); }
@@ -156,7 +190,18 @@ template <int R, class K>
 INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, float* s,
                         int64_t s_stride) {
   V acc[R][4] = {};
-  for (int64_t d = 0; d < head_dim; d += W) {
+  int64_t d = 0;
+  if (sizeof(K) == 2)
+    for (; d + 2 * W <= head_dim; d += 2 * W)
+      for (int n = 0; n < 4; ++n) {
+        V kv[2];
+        load_pair(k[n] + d, kv);
+        for (int r = 0; r < R; ++r) {
+          acc[r][n] += load(q + r * head_dim + d) * kv[0];
+          acc[r][n] += load(q + r * head_dim + d + W) * kv[1];
+        }
+      }
+  for (; d < head_dim; d += W) {
     V qv[R];
     for (int r = 0; r < R; ++r) qv[r] = load(q + r * head_dim + d);
     for (int n = 0; n < 4; ++n) {
@@ -171,9 +216,11 @@ template <class K>
 INLINE void logits_rows(const float* q, int64_t rows, int64_t head_dim, const K* const* k, float* s,
                         int64_t s_stride) {
   int64_t r = 0;
-  for (; r + 3 <= rows; r += 3) logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
-  if (rows - r == 2) logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
-  if (rows - r == 1) logits_tile<1>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
+  for (; rows - r >= 3 && rows - r != 4; r += 3)
+    logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
+  for (; rows - r >= 2; r += 2)
+    logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
+  if (r < rows) logits_tile<1>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
 }
 
 // Logits of `num` tokens from k; past the last token of a group of four it is repeated. `ahead` is
@@ -194,7 +241,7 @@ void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t 
       const float* wide[4];
       for (int64_t n = 0; n < 4; ++n) {
         float* to = k_buffer + n * padded(head_dim);
-        for (int64_t d = 0; d < head_dim; d += W) store(to + d, load(tokens[n] + d));
+        widen(tokens[n], head_dim, to);
         wide[n] = to;
       }
       logits_rows(q, rows, head_dim, wide, s + t, s_stride);
@@ -202,86 +249,101 @@ void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t 
   }
 }
 
-// ---- values: acc[rows, stripe of D] += p[rows, tokens] * v[tokens, stripe]
+// ---- values: acc[rows, D] += p[rows, tokens] * v[tokens, D]
 
-template <int R, int NV, bool kPrefetch, class T>
-INLINE void values_tile(const float* p, int64_t p_stride, const T* v, int64_t v_stride, int64_t num,
-                        float* acc, int64_t acc_stride, const char* ahead) {
-  constexpr int64_t kBytes = NV * W * sizeof(T);  // of the next K per token of V, at equal pace
+// One tile of R rows and NV vectors of D. `ahead` is what to fetch in place of v; null = nothing.
+template <int R, int NV, class T>
+INLINE void values_tile(const float* p, int64_t p_stride, const T* v, int64_t head_dim, int64_t num,
+                        float* acc, const char* ahead) {
+  constexpr int64_t kBytes = NV * W * sizeof(T);
   V sums[R][NV];
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < NV; ++n) sums[r][n] = load(acc + r * acc_stride + n * W);
-  for (int64_t t = 0; t < num; ++t) {
-    if (kPrefetch)
-      for (int64_t at = 0; at < kBytes; at += 64) prefetch(ahead + t * kBytes + at);
+    for (int n = 0; n < NV; ++n) sums[r][n] = load(acc + r * head_dim + n * W);
+  for (int64_t t = 0; t < num; ++t, v += head_dim) {
+    if (ahead)
+      for (int64_t at = 0; at < kBytes; at += 64)
+        prefetch(ahead + t * head_dim * sizeof(T) + at);
     V vv[NV];
-    for (int n = 0; n < NV; ++n) vv[n] = load(v + t * v_stride + n * W);
+    if (NV == 1) vv[0] = load(v);
+    else for (int n = 0; n < NV; n += 2) load_pair(v + n * W, vv + n);
     for (int r = 0; r < R; ++r) {
       V weight = splat(p[r * p_stride + t]);
       for (int n = 0; n < NV; ++n) sums[r][n] += weight * vv[n];
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int n = 0; n < NV; ++n) store(acc + r * acc_stride + n * W, sums[r][n]);
+    for (int n = 0; n < NV; ++n) store(acc + r * head_dim + n * W, sums[r][n]);
 }
 
-template <int NV, bool kPrefetch, class T>
-INLINE void values_rows(int64_t rows, const float* p, int64_t p_stride, const T* v,
-                        int64_t v_stride, int64_t num, float* acc, int64_t acc_stride,
-                        const char* ahead) {
-  switch (rows) {
-    case 1: values_tile<1, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-    case 2: values_tile<2, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-    case 3: values_tile<3, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-    case 4: values_tile<4, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-    case 5: values_tile<5, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-    default: values_tile<6, NV, kPrefetch>(p, p_stride, v, v_stride, num, acc, acc_stride, ahead); break;
-  }
-}
-
-// One stripe of NV vectors for all rows, the rows in tiles of at most 6, as equal as possible.
-template <int NV, class T>
-INLINE void values_stripe(int64_t rows, const float* p, int64_t p_stride, const T* v,
-                          int64_t head_dim, int64_t num, float* acc, float* v_buffer,
-                          const char* ahead) {
-  int64_t tiles = (rows + 5) / 6;
-  if (tiles == 1) {
-    values_rows<NV, true>(rows, p, p_stride, v, head_dim, num, acc, head_dim, ahead);
-    return;
-  }
-  // A dense float32 copy: widened once, and without the cache conflicts of a power-of-two stride.
-  constexpr int64_t kStripe = NV * W;
-  constexpr int64_t kBytes = kStripe * sizeof(T);
-  for (int64_t t = 0; t < num; ++t) {
-    for (int64_t at = 0; at < kBytes; at += 64) prefetch(ahead + t * kBytes + at);
-    for (int n = 0; n < NV; ++n) store(v_buffer + t * kStripe + n * W, load(v + t * head_dim + n * W));
-  }
-  for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
-    int64_t count = (rows - r + tiles - tile - 1) / (tiles - tile);
-    values_rows<NV, false>(count, p + r * p_stride, p_stride, v_buffer, kStripe, num,
-                           acc + r * head_dim, head_dim, ahead);
-    r += count;
-  }
+template <int R, class T>
+void values_rows(const float* p, int64_t p_stride, const T* v, int64_t head_dim, int64_t num,
+                 float* acc, const char* ahead) {
+  constexpr int NV = R <= 2 || (R == 3 && sizeof(T) == 4) ? 4 : 2;  // what the registers hold
+  int64_t d = 0;
+  auto next = [&] { return ahead ? ahead + d * sizeof(T) : nullptr; };
+  for (; d + NV * W <= head_dim; d += NV * W)
+    values_tile<R, NV>(p, p_stride, v + d, head_dim, num, acc + d, next());
+  for (; NV > 2 && d + 2 * W <= head_dim; d += 2 * W)
+    values_tile<R, 2>(p, p_stride, v + d, head_dim, num, acc + d, next());
+  for (; d < head_dim; d += W)
+    values_tile<R, 1>(p, p_stride, v + d, head_dim, num, acc + d, next());
 }
 
 template <class T>
+INLINE void values_any(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
+                       int64_t num, float* acc, const char* ahead) {
+  switch (rows) {
+    case 1: return values_rows<1>(p, p_stride, v, head_dim, num, acc, ahead);
+    case 2: return values_rows<2>(p, p_stride, v, head_dim, num, acc, ahead);
+    case 3: return values_rows<3>(p, p_stride, v, head_dim, num, acc, ahead);
+    case 4: return values_rows<4>(p, p_stride, v, head_dim, num, acc, ahead);
+    case 5: return values_rows<5>(p, p_stride, v, head_dim, num, acc, ahead);
+    default: return values_rows<6>(p, p_stride, v, head_dim, num, acc, ahead);
+  }
+}
+
+// The tokens in runs that fit the first cache along with the sums, and per run the rows in tiles of
+// at most 6, as equal as possible.
+template <class T>
 void values(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
             int64_t num, float* acc, float* v_buffer, const T* ahead) {
-  int64_t d = 0;
-  const char* next = reinterpret_cast<const char*>(ahead);
-  if (rows <= 3) {
-    for (; d + 4 * W <= head_dim; d += 4 * W)
-      values_stripe<4>(rows, p, p_stride, v + d, head_dim, num, acc + d, v_buffer, next + d * num * sizeof(T));
+  const int64_t tiles = (rows + 5) / 6, run = kRunFloats / head_dim;
+  for (int64_t t = 0; t < num; t += run) {
+    const int64_t count = t + run < num ? run : num - t;
+    const T* v_run = v + t * head_dim;
+    const char* next = reinterpret_cast<const char*>(ahead + t * head_dim);
+    if (tiles == 1) {
+      values_any(rows, p + t, p_stride, v_run, head_dim, count, acc, next);
+      continue;
+    }
+    const float* wide = v_buffer;
+    if constexpr (sizeof(T) == 4) {
+      wide = v_run;
+    } else {  // widen once for all the rows
+      for (int64_t n = 0; n < count; ++n)
+        widen(v_run + n * head_dim, head_dim, v_buffer + n * head_dim);
+      prefetch(next, count * head_dim * sizeof(T));
+      next = nullptr;
+    }
+    for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
+      const int64_t num_rows = (rows - r + tiles - tile - 1) / (tiles - tile);
+      values_any(num_rows, p + r * p_stride + t, p_stride, wide, head_dim, count,
+                 acc + r * head_dim, next);
+      next = nullptr;
+      r += num_rows;
+    }
   }
-  for (; d + 2 * W <= head_dim; d += 2 * W)
-    values_stripe<2>(rows, p, p_stride, v + d, head_dim, num, acc + d, v_buffer, next + d * num * sizeof(T));
-  for (; d < head_dim; d += W)
-    values_stripe<1>(rows, p, p_stride, v + d, head_dim, num, acc + d, v_buffer, next + d * num * sizeof(T));
 }
 
 // ---- one task
 
-template <class Q>
+// Where element d of a row is in the order of load_pair.
+INLINE int64_t paired(int64_t d, int64_t head_dim) {
+  const int64_t start = d / (2 * W) * (2 * W);
+  return start + 2 * W <= head_dim ? start + d % 2 * W + (d - start) / 2 : d;
+}
+
+template <class Q, bool kPaired>
 INLINE void pack_queries(const Call& call, const Task& task, float* q) {
   int64_t groups = call.num_q_heads / call.num_heads;
   float scale = static_cast<float>(call.scale);
@@ -289,7 +351,8 @@ INLINE void pack_queries(const Call& call, const Task& task, float* q) {
     for (int64_t g = 0; g < groups; ++g, q += call.head_dim) {
       const Q* from = static_cast<const Q*>(call.q) + task.row * call.q_stride_row +
                       (task.head * groups + g) * call.q_stride_head + i * call.q_stride_token;
-      for (int64_t d = 0; d < call.head_dim; ++d) q[d] = scalar(from + d) * scale;
+      for (int64_t d = 0; d < call.head_dim; ++d)
+        q[kPaired ? paired(d, call.head_dim) : d] = scalar(from + d) * scale;
     }
 }
 
@@ -307,11 +370,12 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   float* s = q + padded(rows * head_dim);
   float* k_buffer = s + rows * s_stride;
   float* v_buffer = k_buffer + 4 * padded(head_dim);
-  float* block_max = v_buffer + padded(block_size) * 64;
+  float* block_max = v_buffer + kRunFloats;
   float* block_sum = block_max + padded(rows);
 
-  if (call.q_dtype == kFloat32) pack_queries<float>(call, task, q);
-  else pack_queries<Bf16>(call, task, q);
+  constexpr bool kPaired = sizeof(T) == 2;
+  if (call.q_dtype == kFloat32) pack_queries<float, kPaired>(call, task, q);
+  else pack_queries<Bf16, kPaired>(call, task, q);
 
   for (int64_t r = 0; r < rows; ++r) {
     task.max[r] = -kInf;
@@ -420,6 +484,12 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
     }
     j = next;
   }
+  if (kPaired)
+    for (int64_t r = 0; r < rows; ++r) {
+      float* acc = task.acc + r * head_dim;
+      for (int64_t d = 0; d < head_dim; ++d) k_buffer[d] = acc[paired(d, head_dim)];
+      for (int64_t d = 0; d < head_dim; ++d) acc[d] = k_buffer[d];
+    }
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ struct Call {
   int64_t q_stride_row, q_stride_head, q_stride_token, q_dtype;
   const void* arena;  // [S, 2, H, T, D], each [T, D] contiguous
   int64_t arena_stride_slot, arena_stride_kv, arena_stride_head, arena_dtype;
+  int64_t num_slots;
   const int32_t* table;  // [B, N]
   int64_t table_stride;
   const int64_t* q_start;  // [B]
@@ -31,6 +32,19 @@ struct Call {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel, or null
 };
 
+// Must match `_AppendCall` in native/library.py likewise. Strides count bytes.
+struct AppendCall {
+  char* arena;  // [S, 2, H, T, D]
+  int64_t arena_stride_slot, arena_stride_kv, arena_stride_head, arena_stride_token;
+  const char* k;  // [B, H, Q, D]
+  int64_t k_stride_row, k_stride_head, k_stride_token;
+  const char* v;
+  int64_t v_stride_row, v_stride_head, v_stride_token;
+  const int64_t* slots;    // [B, Q]
+  const int64_t* offsets;  // [B, Q]
+  int64_t num_rows, num_heads, num_q, num_slots, block_size, token_bytes;
+};
+
 // Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of one kv head of one row.
 struct Task {
   int64_t row, head, i_begin, i_end, j_begin, j_end;
@@ -41,11 +55,13 @@ struct Task {
   int64_t group;
 };
 
+constexpr int64_t kRunFloats = 4096;  // of V that are weighed at a time: 16 KiB
+
 // Floats of scratch memory that one thread needs for tasks of at most `rows` packed rows.
 inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 inline int64_t scratch_floats(int64_t rows, int64_t head_dim, int64_t block_size) {
   return padded(rows * head_dim) + rows * padded(block_size) + 4 * padded(head_dim) +
-         padded(block_size) * 64 + 4 * padded(rows) + 64;
+         kRunFloats + padded(head_dim) + 4 * padded(rows);
 }
 
 using RunTask = void (*)(const Call&, const Task&, float* scratch);

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <limits>
 #include <new>
 #include <vector>
@@ -145,8 +146,13 @@ using namespace specoffload;
 // The best instruction set of this processor: 0 portable, 1 AVX2, 2 AVX-512.
 extern "C" __attribute__((visibility("default"))) int64_t specoffload_isa() { return best_isa(); }
 
-// Returns 0, or 1 if memory ran out (nothing is written then).
+// Returns 0; 1 if memory ran out or 2 if the table names a slot that the arena lacks. Nothing is
+// written in those cases.
 extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_attention(const Call* call) try {
+  for (int64_t row = 0; row < call->num_rows; ++row)
+    for (int64_t j = 0; j < call->num_blocks; ++j)
+      if (call->table[row * call->table_stride + j] >= call->num_slots) return 2;
+
   std::vector<Task> tasks;
   std::vector<int64_t> first_tasks;
   plan(*call, tasks, first_tasks);
@@ -184,4 +190,26 @@ extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_atte
   return 0;
 } catch (const std::bad_alloc&) {
   return 1;
+}
+
+// Returns 0, or 2 if a slot or an offset lies outside the arena (nothing is written then).
+extern "C" __attribute__((visibility("default"))) int64_t specoffload_append(const AppendCall* call) {
+  const AppendCall& c = *call;
+  for (int64_t n = 0; n < c.num_rows * c.num_q; ++n)
+    if (c.slots[n] >= c.num_slots ||
+        (c.slots[n] >= 0 && (c.offsets[n] < 0 || c.offsets[n] >= c.block_size)))
+      return 2;
+  for (int64_t row = 0, n = 0; row < c.num_rows; ++row)
+    for (int64_t i = 0; i < c.num_q; ++i, ++n) {
+      if (c.slots[n] < 0) continue;
+      char* to = c.arena + c.slots[n] * c.arena_stride_slot + c.offsets[n] * c.arena_stride_token;
+      const char* k = c.k + row * c.k_stride_row + i * c.k_stride_token;
+      const char* v = c.v + row * c.v_stride_row + i * c.v_stride_token;
+      for (int64_t head = 0; head < c.num_heads; ++head) {
+        std::memcpy(to, k + head * c.k_stride_head, c.token_bytes);
+        std::memcpy(to + c.arena_stride_kv, v + head * c.v_stride_head, c.token_bytes);
+        to += c.arena_stride_head;
+      }
+    }
+  return 0;
 }

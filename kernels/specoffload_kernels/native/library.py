@@ -31,6 +31,7 @@ class _Call(ctypes.Structure):
         *((f"q_{name}", _INT) for name in ("stride_row", "stride_head", "stride_token", "dtype")),
         ("arena", _POINTER),
         *((f"arena_{name}", _INT) for name in ("stride_slot", "stride_kv", "stride_head", "dtype")),
+        ("num_slots", _INT),
         ("table", _POINTER),
         ("table_stride", _INT),
         *((name, _POINTER) for name in ("q_start", "kv_len", "out", "lse", "block_lse")),
@@ -39,6 +40,24 @@ class _Call(ctypes.Structure):
         *((name, _DOUBLE) for name in ("scale", "softcap")),
         *((name, _INT) for name in ("isa", "num_threads")),
         ("parallel", _POINTER),
+    )
+
+
+class _AppendCall(ctypes.Structure):
+    """``AppendCall`` of attention.h, field by field."""
+
+    _fields_ = (
+        ("arena", _POINTER),
+        *((f"arena_stride_{name}", _INT) for name in ("slot", "kv", "head", "token")),
+        ("k", _POINTER),
+        *((f"k_stride_{name}", _INT) for name in ("row", "head", "token")),
+        ("v", _POINTER),
+        *((f"v_stride_{name}", _INT) for name in ("row", "head", "token")),
+        ("slots", _POINTER),
+        ("offsets", _POINTER),
+        *((f"num_{name}", _INT) for name in ("rows", "heads", "q", "slots")),
+        ("block_size", _INT),
+        ("token_bytes", _INT),
     )
 
 
@@ -62,6 +81,9 @@ class NativeLibrary:
         self._attend = library.specoffload_paged_attention
         self._attend.restype = ctypes.c_int64
         self._attend.argtypes = (ctypes.c_void_p,)
+        self._append = library.specoffload_append
+        self._append.restype = ctypes.c_int64
+        self._append.argtypes = (ctypes.c_void_p,)
         self._parallel, self.threads_reason = _torch_parallel()
 
     def supports(self, q_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> bool:
@@ -116,6 +138,7 @@ class NativeLibrary:
             arena_strides[1],
             arena_strides[2],
             _DTYPES[arena_S2HTD.dtype],
+            arena_S2HTD.shape[0],
             table_BN.data_ptr(),
             num_blocks,
             q_start_B.data_ptr(),
@@ -137,9 +160,68 @@ class NativeLibrary:
             torch.get_num_threads(),
             self._parallel,
         )
-        if self._attend(ctypes.addressof(call)):
+        status = self._attend(ctypes.addressof(call))
+        if status == 1:
             raise MemoryError("paged attention could not allocate its scratch memory")
+        if status == 2:
+            raise IndexError(
+                f"the table names slot {int(table_BN.max())} of an arena of {arena_S2HTD.shape[0]}"
+            )
         return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
+
+    def append(
+        self,
+        arena_S2HTD: torch.Tensor,
+        k_BHQD: torch.Tensor,
+        v_BHQD: torch.Tensor,
+        slots_BQ: torch.Tensor,
+        offsets_BQ: torch.Tensor,
+    ) -> None:
+        """Write new tokens to their slots; see ``specoffload_kernels.append``.
+
+        All types are served; D must be contiguous in the arena.
+        """
+        # Held by name until the call returns: the structure keeps addresses only.
+        k_BHQD, v_BHQD = (
+            x if x.dtype == arena_S2HTD.dtype and x.stride(3) == 1 else _laid_out(x, arena_S2HTD)
+            for x in (k_BHQD, v_BHQD)
+        )
+        slots_BQ, offsets_BQ = slots_BQ.long().contiguous(), offsets_BQ.long().contiguous()
+        num_rows, num_heads, num_q, head_dim = k_BHQD.shape
+        size = arena_S2HTD.element_size()
+        arena, k, v = arena_S2HTD.stride(), k_BHQD.stride(), v_BHQD.stride()
+        call = _AppendCall(
+            arena_S2HTD.data_ptr(),
+            arena[0] * size,
+            arena[1] * size,
+            arena[2] * size,
+            arena[3] * size,
+            k_BHQD.data_ptr(),
+            k[0] * size,
+            k[1] * size,
+            k[2] * size,
+            v_BHQD.data_ptr(),
+            v[0] * size,
+            v[1] * size,
+            v[2] * size,
+            slots_BQ.data_ptr(),
+            offsets_BQ.data_ptr(),
+            num_rows,
+            num_heads,
+            num_q,
+            arena_S2HTD.shape[0],
+            arena_S2HTD.shape[3],
+            head_dim * size,
+        )
+        if self._append(ctypes.addressof(call)):
+            raise IndexError(
+                f"slots reach {int(slots_BQ.max())} and offsets {int(offsets_BQ.max())} in an "
+                f"arena of {arena_S2HTD.shape[0]} slots of {arena_S2HTD.shape[3]} tokens"
+            )
+
+
+def _laid_out(x_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> torch.Tensor:
+    return x_BHQD.to(arena_S2HTD.dtype).contiguous()
 
 
 def load() -> NativeLibrary:

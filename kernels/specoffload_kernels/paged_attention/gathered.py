@@ -112,7 +112,8 @@ def prefill(
     block_size = arena_S2HTD.shape[3]
     out_BQHD = q_BHQD.new_empty((num_rows, num_q, num_q_heads, head_dim), dtype=torch.float32)
     lse_BHQ = out_BQHD.new_empty((num_rows, num_q_heads, num_q))
-    starts, ends = q_start_B.tolist(), torch.minimum(kv_len_B, q_start_B + num_q).tolist()
+    end_B = torch.minimum(kv_len_B, q_start_B + num_q).clamp(max=table_BN.shape[1] * block_size)
+    starts, ends = q_start_B.tolist(), end_B.tolist()
     for row, (q_start, end) in enumerate(zip(starts, ends, strict=True)):
         first = max(0, q_start - window + 1) if window is not None else 0
         j_lo = min(first // block_size, table_BN.shape[1])
