@@ -88,7 +88,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "tiny: the pair inside the package (seconds)",
     )
     command.add_argument(
-        "--context", type=_positive, metavar="N", help="prompt tokens (4096; tiny: 1026)"
+        "--context", type=_positive, metavar="N", help="prompt tokens (4000; tiny: 514)"
     )
     command.add_argument(
         "--new-tokens", type=_positive, metavar="M", help="tokens to write (48; tiny: 64)"

@@ -31,7 +31,7 @@ class _Scene:
 
 _SCENES: Final = {
     "demo": _Scene(
-        context=4096,
+        context=4000,
         new_tokens=48,
         block_size=64,
         story="SmolLM2-135M-Instruct summarises Python's own reference; a 4-layer draft proposes.",

@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from specoffload.config import SpecOffloadConfig, parse_bytes
 from specoffload.core.budget import Need, Share, span_blocks, split
-from specoffload.core.gamma import AutoGamma, FixedGamma
+from specoffload.decoding import Decoding, Streamer
 from specoffload.errors import BudgetError, SpecOffloadError, UnsupportedModelError
 from specoffload.hf.models import check_length, check_pair, kv_shape
 from specoffload.hf.requests import Request, read_request
 from specoffload.metrics import Meter
 from specoffload.report import BlockShare, RunReport
-from specoffload.speculation import Lane, draft_tokens, verify_tokens
+from specoffload.speculation import Lane
 from specoffload.tiers.device import DeviceMemory, KVShape
 from specoffload.tiers.disk import SpillFile
 from specoffload.tiers.host import HostArena, available_host_bytes
@@ -34,16 +32,6 @@ from specoffload_kernels import backend
 
 _HOST_SHARE = 0.5
 """Part of the free host memory that `host_budget="auto"` may take."""
-
-
-class Streamer(Protocol):
-    """What transformers calls a streamer."""
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, then each committed token."""
-
-    def end(self) -> None:
-        """Take note that the text is complete, or that generation failed."""
 
 
 class SpecOffloadRunner:
@@ -140,46 +128,36 @@ class SpecOffloadRunner:
             SpecOffloadError: an argument cannot be honoured; nothing was run.
             SpillError: a block could not be moved. The runner stays usable.
         """
-        if self._closed:
-            raise SpecOffloadError("the runner is closed: make a new one")
-        request = read_request(
-            self._target,
-            input_ids,
-            attention_mask,
-            max_new_tokens=max_new_tokens,
-            max_length=max_length,
-            eos_token_id=eos_token_id,
-            pad_token_id=pad_token_id,
-        )
-        longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
-        check_length(self._target, longest, role="target")
-        if len(self._shapes) > 1 and self._draft is not None:
-            check_length(self._draft, longest, role="draft")
-        if streamer is not None and len(request.prompts) > 1:
-            raise SpecOffloadError(
-                f"a streamer takes one row, and input_ids has {len(request.prompts)}"
-            )
-        if not self._busy.acquire(blocking=False):
-            raise SpecOffloadError(
-                "another thread is generating with this runner: use one runner for each thread"
-            )
         try:
-            texts = self._run(request, streamer)
+            request = self._read(
+                input_ids,
+                attention_mask,
+                max_new_tokens=max_new_tokens,
+                max_length=max_length,
+                eos_token_id=eos_token_id,
+                pad_token_id=pad_token_id,
+            )
+            if streamer is not None and len(request.prompts) > 1:
+                raise SpecOffloadError(
+                    f"a streamer takes one row, and input_ids has {len(request.prompts)}"
+                )
+            if not self._busy.acquire(blocking=False):
+                raise SpecOffloadError(
+                    "another thread is generating with this runner: use one runner a thread"
+                )
+            try:
+                texts = self._run(request, streamer)
+            finally:
+                self._busy.release()
         finally:
-            self._busy.release()
+            # Whoever reads the other end of the streamer must not wait for ever.
             if streamer is not None:
                 streamer.end()
-        width = max(
-            len(text) - len(prompt) for text, prompt in zip(texts, request.prompts, strict=True)
-        )
-        out = torch.full(
-            (len(texts), input_ids.shape[1] + width), request.pad_token_id, dtype=torch.long
-        )
-        out[:, : input_ids.shape[1]] = input_ids
-        for index, (text, prompt) in enumerate(zip(texts, request.prompts, strict=True)):
-            new = torch.tensor(text[len(prompt) :])
-            out[index, input_ids.shape[1] : input_ids.shape[1] + len(new)] = new
-        return out
+        new = [text[len(prompt) :] for text, prompt in zip(texts, request.prompts, strict=True)]
+        out = torch.full((len(new), max(map(len, new))), request.pad_token_id, dtype=torch.long)
+        for row, tokens in zip(out, new, strict=True):
+            row[: len(tokens)] = torch.tensor(tokens)
+        return torch.cat([input_ids.long(), out], dim=1)
 
     def report(self) -> RunReport:
         """Return what the last `generate` did."""
@@ -208,6 +186,19 @@ class SpecOffloadRunner:
 
     # ---- one call
 
+    def _read(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **limits: Any
+    ) -> Request:
+        """Check a call; raises before anything runs."""
+        if self._closed:
+            raise SpecOffloadError("the runner is closed: make a new one")
+        request = read_request(self._target, input_ids, attention_mask, **limits)
+        longest = max(len(prompt) for prompt in request.prompts) + request.max_new_tokens
+        check_length(self._target, longest, role="target")
+        if self._draft is not None and self._max_gamma:
+            check_length(self._draft, longest, role="draft")
+        return request
+
     def _run(self, request: Request, streamer: Streamer | None) -> list[list[int]]:
         meter = Meter()
         self._signal = None
@@ -219,7 +210,9 @@ class SpecOffloadRunner:
         while len(texts) < len(request.prompts):
             plan = self._plan(request, len(texts), host_bytes)
             with torch.inference_mode(), self._lanes(plan, meter) as lanes:
-                decoding = _Decoding(self, request, plan, lanes, streamer, meter)
+                decoding = Decoding(
+                    request, plan.prompts, lanes, self.config, streamer=streamer, meter=meter
+                )
                 texts += decoding.run()
                 self._signal = decoding.signal
         self._report = meter.report(
@@ -255,9 +248,7 @@ class SpecOffloadRunner:
                     raise
                 continue
             num_blocks = max(-(-tokens // self.config.block_size) for tokens in num_tokens)
-            return _Plan(
-                first=first, prompts=prompts, num_blocks=num_blocks, needs=needs, shares=shares
-            )
+            return _Plan(prompts=prompts, num_blocks=num_blocks, needs=needs, shares=shares)
         raise AssertionError("a plan for one row either exists or raises")
 
     def _need(self, shape: KVShape, num_tokens: list[int]) -> Need:
@@ -350,139 +341,7 @@ class SpecOffloadRunner:
 class _Plan:
     """Rows that are decoded together, and the memory they get."""
 
-    first: int
     prompts: list[list[int]]
     num_blocks: int
     needs: list[Need]
     shares: list[Share]
-
-
-class _Decoding:
-    """The loop of `architecture`: draft, verify, accept, settle, for one group of rows."""
-
-    def __init__(
-        self,
-        runner: SpecOffloadRunner,
-        request: Request,
-        plan: _Plan,
-        lanes: list[Lane],
-        streamer: Streamer | None,
-        meter: Meter,
-    ) -> None:
-        self.signal: Signal | None = None
-        self._request = request
-        self._config = runner.config
-        self._target = lanes[0]
-        self._draft = lanes[1] if len(lanes) > 1 else None
-        self._streamer = streamer
-        self._meter = meter
-        self._texts = [list(prompt) for prompt in plan.prompts]
-        self._left = [request.max_new_tokens] * len(plan.prompts)
-        self._active = list(range(len(plan.prompts)))
-        gamma = self._config.num_draft_tokens if self._draft is not None else 0
-        self._gamma = (
-            AutoGamma(max_gamma=self._config.max_draft_tokens)
-            if gamma == "auto"
-            else FixedGamma(int(gamma))
-        )
-
-    def run(self) -> list[list[int]]:
-        """Return the texts of the group, prompts included."""
-        start = time.perf_counter()
-        for row, text in enumerate(self._texts):
-            first = int(self._target.prefill(row, text).argmax())
-            if self._draft is not None:
-                self._draft.prefill(row, text[:-1])
-            self._meter.first_tokens += 1
-            self._extend(row, [first])
-        now = time.perf_counter()
-        self._meter.prefill_s += now - start
-        while self._active:
-            self._round()
-        self._meter.decode_s += time.perf_counter() - now
-        return self._texts
-
-    def _round(self) -> None:
-        rows = self._active
-        wanted = self._gamma.choose()
-        gammas = [min(wanted, self._left[row] - 1) for row in rows]
-        texts = [self._texts[row] for row in rows]
-        running = self._target.pool.begin(
-            rows,
-            [gamma + 1 for gamma in gammas],
-            max(gammas) + 1,
-            with_signal=self._config.collect_signal,
-        )
-        start = time.perf_counter()
-        try:
-            drafted: list[list[int]] = [[] for _ in rows]
-            if self._draft is not None:
-                drafted = draft_tokens(self._draft, rows, texts, gammas)
-            middle = time.perf_counter()
-            emitted = verify_tokens(self._target, running, [text[-1] for text in texts], drafted)
-        finally:
-            running.cancel()
-        end = time.perf_counter()
-        accepted = [len(tokens) - 1 for tokens in emitted]
-        if self._config.collect_signal:
-            self._keep_signal(running.mass([len(tokens) for tokens in emitted]), rows, emitted)
-        for row, tokens, gamma in zip(rows, emitted, gammas, strict=True):
-            self._target.pool.settle(row, len(tokens))
-            if self._draft is not None:
-                self._draft.pool.settle(row, len(tokens) if gamma else 0)
-        for row, tokens in zip(list(rows), emitted, strict=True):
-            self._extend(row, tokens)
-        for lane in (self._target, self._draft):
-            if lane is not None:
-                lane.pool.end_round()
-        self._gamma.observe(
-            gamma=max(gammas),
-            drafted=sum(gammas),
-            accepted=sum(accepted),
-            rejections=sum(a < g for a, g in zip(accepted, gammas, strict=True)),
-            draft_s=middle - start,
-            verify_s=end - middle,
-        )
-        self._meter.add_round(
-            rows=len(rows),
-            drafted=sum(gammas),
-            accepted=sum(accepted),
-            draft_s=middle - start,
-            verify_s=end - middle,
-        )
-
-    def _keep_signal(
-        self,
-        mass_LRHN: np.ndarray[tuple[int, ...], np.dtype[np.float32]],
-        rows: list[int],
-        emitted: list[list[int]],
-    ) -> None:
-        num_rows = np.array([len(tokens) for tokens in emitted])
-        committed = self._target.pool.ledger.committed[rows]
-        self.signal = Signal(
-            round_index=self._meter.rounds,
-            rows=np.array(rows),
-            mass=mass_LRHN.swapaxes(0, 1),
-            num_tokens=committed + num_rows,
-            num_rows=num_rows,
-            block_size=self._config.block_size,
-        )
-
-    def _extend(self, row: int, tokens: list[int]) -> None:
-        """Add tokens to a row's text, up to its end; forget the row's KV if it has ended."""
-        kept = tokens[: self._left[row]]
-        for index, token in enumerate(kept):
-            if token in self._request.eos_token_ids:
-                kept = kept[: index + 1]
-                break
-        self._texts[row] += kept
-        self._left[row] -= len(kept)
-        self._meter.new_tokens += len(kept)
-        if self._streamer is not None:
-            for token in kept:
-                self._streamer.put(torch.tensor([token]))
-        if not self._left[row] or kept[-1] in self._request.eos_token_ids:
-            self._active = [other for other in self._active if other != row]
-            for lane in (self._target, self._draft):
-                if lane is not None:
-                    lane.pool.release(row)

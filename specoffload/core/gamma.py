@@ -14,11 +14,11 @@ import numpy as np
 
 _DECAY = 0.95
 """Weight that one round leaves to all earlier ones."""
-_FIRST_GAMMAS = (3, 0, 1, 3, 0)
+_FIRST_GAMMAS = (0, 2, 1)
 """Gammas of the first rounds: enough to place the line of verify times."""
 _MARGIN = 1.02
 """Drafting must promise this much more than plain decoding: measurements are noisy."""
-_FIRST_PAUSE = 16
+_FIRST_PAUSE = 8
 _LONGEST_PAUSE = 256
 
 
@@ -62,8 +62,9 @@ class AutoGamma:
 
     max_gamma: int
     _rounds: int = 0
-    _accepted: float = 0.0
-    _rejected: float = 0.0
+    # Half an accepted and half a rejected token to start with: a first round proves little.
+    _accepted: float = 0.5
+    _rejected: float = 0.5
     _draft_s: float = 0.0
     _draft_tokens: float = 0.0
     # Sums for the line verify_s = a + b * rows, older rounds weighing less.
@@ -126,10 +127,9 @@ class AutoGamma:
         return max(mean + slope * (gamma + 1 - float(rows / count)), 0.1 * mean)
 
     def _best(self) -> int:
-        seen = self._accepted + self._rejected
-        if not seen or not self._draft_tokens:
+        if not self._draft_tokens:
             return 0
-        acceptance = self._accepted / seen
+        acceptance = self._accepted / (self._accepted + self._rejected)
         draft_s = self._draft_s / self._draft_tokens
         plain = 1 / self._verify_s(0)
         rates = [

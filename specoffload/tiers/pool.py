@@ -86,6 +86,8 @@ class BlockPool:
         self._layers = np.arange(shape.num_layers)
         self._num_blocks = np.zeros(num_rows, np.int64)
         self._num_sealed = np.zeros(num_rows, np.int64)
+        # First block of each layer and row that its sliding window may still reach.
+        self._first_block = np.zeros((shape.num_layers, num_rows), np.int64)
         self._round = 0
         self._moves: deque[tuple[Ticket, Future[None]]] = deque()
 
@@ -176,16 +178,14 @@ class BlockPool:
             self._drop(self._units_of(row, 0, int(self._num_blocks[row])))
             self._num_blocks[row] = 0
             self._num_sealed[row] = 0
+            self._first_block[:, row] = 0
             self.ledger.reset(row)
 
     def abandon(self) -> None:
         """Take back every move, and return when none is running; what failed no longer matters."""
-        for ticket, future in self._moves:
-            future.cancel()
-            if future.cancelled() or future.exception() is None:
-                self.residency.cancel(ticket)
-            else:
-                self.residency.fail(ticket)
+        self.mover.quiesce()
+        for ticket, _ in self._moves:
+            self.residency.cancel(ticket)
         self._moves.clear()
 
     # ---- moves
@@ -201,13 +201,15 @@ class BlockPool:
         for layer, window in enumerate(self.shape.windows):
             if window is None:
                 continue
+            first = int(self._first_block[layer, row])
             outside = max(0, committed - window + 1) // self.shape.block_size
-            units = self.residency.units(layer, row, np.arange(outside))
-            there = (self.residency.slot.ravel()[units] >= 0) | (
-                self.residency.home.ravel()[units] >= 0
-            )
+            if outside <= first:
+                continue
+            units = self.residency.units(layer, row, np.arange(first, outside))
             idle = ~self.residency.in_flight.ravel()[units]
-            self._drop(units[there & idle])
+            self._drop(units[idle])
+            if idle.all():
+                self._first_block[layer, row] = outside
 
     def _make_room(self, num_slots: int) -> None:
         """Free slots until `num_slots` are: stored blocks leave, the least recently used first."""
@@ -309,7 +311,7 @@ class ForwardPass:
         residency, block_size = pool.residency, pool.shape.block_size
         end = start + num_new
         num_blocks = max(1, int(-(-end.max() // block_size)))
-        table_LBN = residency.slot[:, rows, :num_blocks]
+        table_LBN = np.ascontiguousarray(residency.slot[:, rows, :num_blocks])
         position_BQ = start[:, None] + np.arange(num_queries)
         is_new_BQ = np.arange(num_queries) < num_new[:, None]
         block_BQ = np.minimum(position_BQ // block_size, num_blocks - 1)

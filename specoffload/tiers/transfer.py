@@ -82,6 +82,7 @@ class Mover:
 
     def __init__(self) -> None:
         self.stall_s = 0.0
+        self._unfinished: set[Future[None]] = set()
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="specoffload-load")
         self._storer = ThreadPoolExecutor(1, thread_name_prefix="specoffload-store")
 
@@ -91,7 +92,7 @@ class Mover:
         The caller keeps the slots from every other use until the future is done: the load writes
         them until then.
         """
-        return self._loader.submit(homes.read, arena, slots, places)
+        return self._watched(self._loader.submit(homes.read, arena, slots, places))
 
     def store(
         self, homes: Homes, arena: DeviceArena, slots: Places, places: Places
@@ -101,7 +102,7 @@ class Mover:
         The slots were written by the main thread before this call, and submitting orders that write
         before the store's read. The caller keeps them from reuse until the future is done.
         """
-        return self._storer.submit(homes.write, arena, slots, places)
+        return self._watched(self._storer.submit(homes.write, arena, slots, places))
 
     def wait(self, future: Future[None]) -> None:
         """Return when a move is done, counting the wait as a stall; raise what it raised.
@@ -115,6 +116,22 @@ class Mover:
             finally:
                 self.stall_s += time.perf_counter() - start
         future.result()
+
+    def quiesce(self) -> None:
+        """Drop every move that waits and return when none runs; how they went no longer matters.
+
+        Protects arenas and homes from moves that nobody waits for any more, before they are reused.
+        """
+        for future in tuple(self._unfinished):
+            future.cancel()
+        for future in tuple(self._unfinished):
+            if not future.cancelled():
+                future.exception()
+
+    def _watched(self, future: Future[None]) -> Future[None]:
+        self._unfinished.add(future)
+        future.add_done_callback(self._unfinished.discard)
+        return future
 
     def close(self) -> None:
         """Finish what runs, drop what waits, end both threads. Idempotent."""
