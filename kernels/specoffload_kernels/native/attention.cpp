@@ -17,10 +17,7 @@ namespace {
 #define INLINE inline __attribute__((always_inline))
 
 constexpr int64_t W = SPECOFFLOAD_LANES;
-#ifndef SPECOFFLOAD_PREFETCH
-#define SPECOFFLOAD_PREFETCH 3
-#endif
-constexpr int kPrefetchLocality = SPECOFFLOAD_PREFETCH;
+constexpr int64_t kAheadBytes = 8192;  // how far reading is preceded by fetching
 constexpr float kInf = __builtin_inff();
 
 typedef float V __attribute__((vector_size(4 * W)));
@@ -167,6 +164,152 @@ INLINE V tanh(V x) {
   return size < splat(0.625f) ? small : large;
 }
 
+// ---- fetching ahead
+
+// Memory that will be read next, fetched a few lines at a time between the arithmetic: in bursts the
+// fetches would fill the miss buffers and hold up the arithmetic behind them.
+template <class T>
+struct Ahead {
+  const char* at;
+  template <int64_t kElements>
+  INLINE void fetch() {
+    constexpr int64_t kBytes = kElements * sizeof(T);
+    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i);
+    at += kBytes;
+  }
+};
+struct Nothing {
+  template <int64_t kElements>
+  INLINE void fetch() {}
+};
+
+// What to fetch while reading a region from `offset` on, given the region that is read after it.
+template <class T>
+INLINE Ahead<T> ahead_of(const T* region, int64_t offset, int64_t size, const T* next) {
+  const int64_t target = offset + kAheadBytes / static_cast<int64_t>(sizeof(T));
+  return {reinterpret_cast<const char*>(target < size ? region + target : next + (target - size))};
+}
+
+// Four tokens of a block, the last one repeated where the block has no more.
+template <class T>
+INLINE void four_tokens(const T* block, int64_t t, int64_t num, int64_t head_dim, const T** tokens) {
+  for (int64_t n = 0; n < 4; ++n) tokens[n] = block + (t + n < num ? t + n : num - 1) * head_dim;
+}
+
+// ---- logits: s[rows, tokens] = q[rows, D] k[tokens, D], four tokens at a time
+
+template <int R, class K, class A>
+INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, float* s,
+                        int64_t s_stride, A ahead) {
+  V acc[R][4] = {};
+  int64_t d = 0;
+  if (sizeof(K) == 2)
+    for (; d + 2 * W <= head_dim; d += 2 * W) {
+      ahead.template fetch<4 * 2 * W>();
+      for (int n = 0; n < 4; ++n) {
+        V kv[2];
+        load_pair(k[n] + d, kv);
+        for (int r = 0; r < R; ++r) {
+          acc[r][n] += load(q + r * head_dim + d) * kv[0];
+          acc[r][n] += load(q + r * head_dim + d + W) * kv[1];
+        }
+      }
+    }
+  for (; d < head_dim; d += W) {
+    ahead.template fetch<4 * W>();
+    V qv[R];
+    for (int r = 0; r < R; ++r) qv[r] = load(q + r * head_dim + d);
+    for (int n = 0; n < 4; ++n) {
+      V kv = load(k[n] + d);
+      for (int r = 0; r < R; ++r) acc[r][n] += qv[r] * kv;
+    }
+  }
+  for (int r = 0; r < R; ++r) sum4(acc[r], s + r * s_stride);
+}
+
+// Rows come in threes and twos, the first of which fetches ahead.
+template <class K, class A>
+INLINE void logits_rows(const float* q, int64_t rows, int64_t head_dim, const K* const* k, float* s,
+                        int64_t s_stride, A ahead) {
+  if (rows == 1) return logits_tile<1>(q, head_dim, k, s, s_stride, ahead);
+  int64_t r = 2;
+  if (rows == 2 || rows == 4) logits_tile<2>(q, head_dim, k, s, s_stride, ahead);
+  else logits_tile<3>(q, head_dim, k, s, s_stride, ahead), r = 3;
+  for (; rows - r >= 3 && rows - r != 4; r += 3)
+    logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, Nothing{});
+  for (; r < rows; r += 2)
+    logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, Nothing{});
+}
+
+template <class K>
+void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t num, const K* next,
+            float* s, int64_t s_stride) {
+  for (int64_t t = 0; t < num; t += 4) {
+    const K* tokens[4];
+    four_tokens(k, t, num, head_dim, tokens);
+    Ahead<K> ahead = ahead_of(k, t * head_dim, num * head_dim, next);
+    logits_rows(q, rows, head_dim, tokens, s + t, s_stride, ahead);
+  }
+}
+
+// ---- values: acc[rows, D] += p[rows, tokens] * v[tokens, D]
+
+// For few rows, when memory sets the pace: four tokens at a time, so that v is read in order.
+template <int R, class T, class A>
+INLINE void values_four(const float* p, int64_t p_stride, const T* const* v, int64_t head_dim,
+                        float* acc, A ahead) {
+  V weight[R][4];
+  for (int r = 0; r < R; ++r)
+    for (int n = 0; n < 4; ++n) weight[r][n] = splat(p[r * p_stride + n]);
+  int64_t d = 0;
+  if (sizeof(T) == 2)
+    for (; d + 2 * W <= head_dim; d += 2 * W) {
+      ahead.template fetch<4 * 2 * W>();
+      V sums[R][2];
+      for (int r = 0; r < R; ++r) load_pair(acc + r * head_dim + d, sums[r]);
+      for (int n = 0; n < 4; ++n) {
+        V vv[2];
+        load_pair(v[n] + d, vv);
+        for (int r = 0; r < R; ++r) {
+          sums[r][0] += weight[r][n] * vv[0];
+          sums[r][1] += weight[r][n] * vv[1];
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        store(acc + r * head_dim + d, sums[r][0]);
+        store(acc + r * head_dim + d + W, sums[r][1]);
+      }
+    }
+  for (; d < head_dim; d += W) {
+    ahead.template fetch<4 * W>();
+    V sums[R];
+    for (int r = 0; r < R; ++r) sums[r] = load(acc + r * head_dim + d);
+    for (int n = 0; n < 4; ++n) {
+      V vv = load(v[n] + d);
+      for (int r = 0; r < R; ++r) sums[r] += weight[r][n] * vv;
+    }
+    for (int r = 0; r < R; ++r) store(acc + r * head_dim + d, sums[r]);
+  }
+}
+
+template <class T>
+INLINE void values_few(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
+                       int64_t num, float* acc, const T* next) {
+  for (int64_t t = 0; t < num; t += 4) {
+    const T* tokens[4];
+    four_tokens(v, t, num, head_dim, tokens);  // a repeated token has weight 0
+    Ahead<T> ahead = ahead_of(v, t * head_dim, num * head_dim, next);
+    switch (rows) {
+      case 1: values_four<1>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
+      case 2: values_four<2>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
+      case 3: values_four<3>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
+      default:
+        values_four<2>(p + t, p_stride, tokens, head_dim, acc, ahead);
+        values_four<2>(p + t + 2 * p_stride, p_stride, tokens, head_dim, acc + 2 * head_dim, Nothing{});
+    }
+  }
+}
+
 template <class T>
 INLINE void widen(const T* from, int64_t num, float* to) {
   int64_t d = 0;
@@ -179,93 +322,18 @@ INLINE void widen(const T* from, int64_t num, float* to) {
   if (d < num) store(to + d, load(from + d));
 }
 
-// ---- logits: rows x 4 tokens at a time, dot products along D
-
-INLINE void prefetch(const char* p) { __builtin_prefetch(p, 0, kPrefetchLocality); }
-INLINE void prefetch(const char* p, int64_t num_bytes) {
-  for (int64_t at = 0; at < num_bytes; at += 64) prefetch(p + at);
-}
-
-template <int R, class K>
-INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, float* s,
-                        int64_t s_stride) {
-  V acc[R][4] = {};
-  int64_t d = 0;
-  if (sizeof(K) == 2)
-    for (; d + 2 * W <= head_dim; d += 2 * W)
-      for (int n = 0; n < 4; ++n) {
-        V kv[2];
-        load_pair(k[n] + d, kv);
-        for (int r = 0; r < R; ++r) {
-          acc[r][n] += load(q + r * head_dim + d) * kv[0];
-          acc[r][n] += load(q + r * head_dim + d + W) * kv[1];
-        }
-      }
-  for (; d < head_dim; d += W) {
-    V qv[R];
-    for (int r = 0; r < R; ++r) qv[r] = load(q + r * head_dim + d);
-    for (int n = 0; n < 4; ++n) {
-      V kv = load(k[n] + d);
-      for (int r = 0; r < R; ++r) acc[r][n] += qv[r] * kv;
-    }
-  }
-  for (int r = 0; r < R; ++r) sum4(acc[r], s + r * s_stride);
-}
-
-template <class K>
-INLINE void logits_rows(const float* q, int64_t rows, int64_t head_dim, const K* const* k, float* s,
-                        int64_t s_stride) {
-  int64_t r = 0;
-  for (; rows - r >= 3 && rows - r != 4; r += 3)
-    logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
-  for (; rows - r >= 2; r += 2)
-    logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
-  if (r < rows) logits_tile<1>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride);
-}
-
-// Logits of `num` tokens from k; past the last token of a group of four it is repeated. `ahead` is
-// fetched at the pace at which k is read.
-template <class K>
-void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t num, const K* ahead,
-            float* s, int64_t s_stride, float* k_buffer) {
-  for (int64_t t = 0; t < num; t += 4) {
-    const K* tokens[4];
-    for (int64_t n = 0; n < 4; ++n) {
-      int64_t token = t + n < num ? t + n : num - 1;
-      tokens[n] = k + token * head_dim;
-    }
-    prefetch(reinterpret_cast<const char*>(ahead + t * head_dim), 4 * head_dim * sizeof(K));
-    if (sizeof(K) == 4 || rows <= 3) {
-      logits_rows(q, rows, head_dim, tokens, s + t, s_stride);
-    } else {  // widen once for all the rows
-      const float* wide[4];
-      for (int64_t n = 0; n < 4; ++n) {
-        float* to = k_buffer + n * padded(head_dim);
-        widen(tokens[n], head_dim, to);
-        wide[n] = to;
-      }
-      logits_rows(q, rows, head_dim, wide, s + t, s_stride);
-    }
-  }
-}
-
-// ---- values: acc[rows, D] += p[rows, tokens] * v[tokens, D]
-
-// One tile of R rows and NV vectors of D. `ahead` is what to fetch in place of v; null = nothing.
-template <int R, int NV, class T>
-INLINE void values_tile(const float* p, int64_t p_stride, const T* v, int64_t head_dim, int64_t num,
-                        float* acc, const char* ahead) {
-  constexpr int64_t kBytes = NV * W * sizeof(T);
+// For many rows, when arithmetic does: a tile of R rows and NV vectors stays in registers for a run
+// of tokens.
+template <int R, int NV, class A>
+INLINE void values_tile(const float* p, int64_t p_stride, const float* v, int64_t head_dim,
+                        int64_t num, float* acc, A& ahead) {
   V sums[R][NV];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < NV; ++n) sums[r][n] = load(acc + r * head_dim + n * W);
   for (int64_t t = 0; t < num; ++t, v += head_dim) {
-    if (ahead)
-      for (int64_t at = 0; at < kBytes; at += 64)
-        prefetch(ahead + t * head_dim * sizeof(T) + at);
+    ahead.template fetch<NV * W>();
     V vv[NV];
-    if (NV == 1) vv[0] = load(v);
-    else for (int n = 0; n < NV; n += 2) load_pair(v + n * W, vv + n);
+    for (int n = 0; n < NV; ++n) vv[n] = load(v + n * W);
     for (int r = 0; r < R; ++r) {
       V weight = splat(p[r * p_stride + t]);
       for (int n = 0; n < NV; ++n) sums[r][n] += weight * vv[n];
@@ -275,26 +343,19 @@ INLINE void values_tile(const float* p, int64_t p_stride, const T* v, int64_t he
     for (int n = 0; n < NV; ++n) store(acc + r * head_dim + n * W, sums[r][n]);
 }
 
-template <int R, class T>
-void values_rows(const float* p, int64_t p_stride, const T* v, int64_t head_dim, int64_t num,
-                 float* acc, const char* ahead) {
-  constexpr int NV = R <= 2 || (R == 3 && sizeof(T) == 4) ? 4 : 2;  // what the registers hold
+template <int R, class A>
+void values_rows(const float* p, int64_t p_stride, const float* v, int64_t head_dim, int64_t num,
+                 float* acc, A ahead) {
   int64_t d = 0;
-  auto next = [&] { return ahead ? ahead + d * sizeof(T) : nullptr; };
-  for (; d + NV * W <= head_dim; d += NV * W)
-    values_tile<R, NV>(p, p_stride, v + d, head_dim, num, acc + d, next());
-  for (; NV > 2 && d + 2 * W <= head_dim; d += 2 * W)
-    values_tile<R, 2>(p, p_stride, v + d, head_dim, num, acc + d, next());
-  for (; d < head_dim; d += W)
-    values_tile<R, 1>(p, p_stride, v + d, head_dim, num, acc + d, next());
+  for (; d + 2 * W <= head_dim; d += 2 * W)
+    values_tile<R, 2>(p, p_stride, v + d, head_dim, num, acc + d, ahead);
+  if (d < head_dim) values_tile<R, 1>(p, p_stride, v + d, head_dim, num, acc + d, ahead);
 }
 
-template <class T>
-INLINE void values_any(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
-                       int64_t num, float* acc, const char* ahead) {
+template <class A>
+INLINE void values_any(int64_t rows, const float* p, int64_t p_stride, const float* v,
+                       int64_t head_dim, int64_t num, float* acc, A ahead) {
   switch (rows) {
-    case 1: return values_rows<1>(p, p_stride, v, head_dim, num, acc, ahead);
-    case 2: return values_rows<2>(p, p_stride, v, head_dim, num, acc, ahead);
     case 3: return values_rows<3>(p, p_stride, v, head_dim, num, acc, ahead);
     case 4: return values_rows<4>(p, p_stride, v, head_dim, num, acc, ahead);
     case 5: return values_rows<5>(p, p_stride, v, head_dim, num, acc, ahead);
@@ -302,34 +363,25 @@ INLINE void values_any(int64_t rows, const float* p, int64_t p_stride, const T* 
   }
 }
 
-// The tokens in runs that fit the first cache along with the sums, and per run the rows in tiles of
-// at most 6, as equal as possible.
+// Rows in tiles of at most 6, as equal as possible: 3 at least, for more than 4 rows.
 template <class T>
 void values(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
-            int64_t num, float* acc, float* v_buffer, const T* ahead) {
+            int64_t num, float* acc, float* v_buffer, const T* next) {
+  if (rows <= 4) return values_few(rows, p, p_stride, v, head_dim, num, acc, next);
   const int64_t tiles = (rows + 5) / 6, run = kRunFloats / head_dim;
   for (int64_t t = 0; t < num; t += run) {
     const int64_t count = t + run < num ? run : num - t;
-    const T* v_run = v + t * head_dim;
-    const char* next = reinterpret_cast<const char*>(ahead + t * head_dim);
-    if (tiles == 1) {
-      values_any(rows, p + t, p_stride, v_run, head_dim, count, acc, next);
-      continue;
-    }
+    Ahead<T> ahead = ahead_of(v, t * head_dim, num * head_dim, next);
     const float* wide = v_buffer;
-    if constexpr (sizeof(T) == 4) {
-      wide = v_run;
-    } else {  // widen once for all the rows
+    if constexpr (sizeof(T) == 4) wide = v + t * head_dim;
+    else
       for (int64_t n = 0; n < count; ++n)
-        widen(v_run + n * head_dim, head_dim, v_buffer + n * head_dim);
-      prefetch(next, count * head_dim * sizeof(T));
-      next = nullptr;
-    }
+        widen(v + (t + n) * head_dim, head_dim, v_buffer + n * head_dim);
     for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
       const int64_t num_rows = (rows - r + tiles - tile - 1) / (tiles - tile);
-      values_any(num_rows, p + r * p_stride + t, p_stride, wide, head_dim, count,
-                 acc + r * head_dim, next);
-      next = nullptr;
+      const float* weights = p + r * p_stride + t;
+      if (tile == 0) values_any(num_rows, weights, p_stride, wide, head_dim, count, acc, ahead);
+      else values_any(num_rows, weights, p_stride, wide, head_dim, count, acc + r * head_dim, Nothing{});
       r += num_rows;
     }
   }
@@ -368,8 +420,7 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
 
   float* q = scratch;
   float* s = q + padded(rows * head_dim);
-  float* k_buffer = s + rows * s_stride;
-  float* v_buffer = k_buffer + 4 * padded(head_dim);
+  float* v_buffer = s + rows * s_stride;
   float* block_max = v_buffer + kRunFloats;
   float* block_sum = block_max + padded(rows);
 
@@ -413,7 +464,8 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   int64_t j = task.j_begin;
   while (j < task.j_end && table[j] < 0) ++j;
   if (j < task.j_end)
-    prefetch(reinterpret_cast<const char*>(heads + table[j] * call.arena_stride_slot), 2048);
+    for (int64_t n = 0; n < kAheadBytes; n += 64)
+      __builtin_prefetch(reinterpret_cast<const char*>(heads + table[j] * call.arena_stride_slot) + n);
   while (j < task.j_end) {
     int64_t next = j + 1;
     while (next < task.j_end && table[next] < 0) ++next;
@@ -426,7 +478,7 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
     // A fetch may name any address; the last block has no next one, and fetches itself.
     const T* next_k = next < task.j_end ? heads + table[next] * call.arena_stride_slot : k;
 
-    logits(q, rows, head_dim, k, num, v, s, s_stride, k_buffer);
+    logits(q, rows, head_dim, k, num, v, s, s_stride);
 
     const bool masked = base + t_begin < all_begin || base + t_end > all_end;
     const int64_t num_padded = (num + W - 1) / W * W;
@@ -487,8 +539,8 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   if (kPaired)
     for (int64_t r = 0; r < rows; ++r) {
       float* acc = task.acc + r * head_dim;
-      for (int64_t d = 0; d < head_dim; ++d) k_buffer[d] = acc[paired(d, head_dim)];
-      for (int64_t d = 0; d < head_dim; ++d) acc[d] = k_buffer[d];
+      for (int64_t d = 0; d < head_dim; ++d) v_buffer[d] = acc[paired(d, head_dim)];
+      for (int64_t d = 0; d < head_dim; ++d) acc[d] = v_buffer[d];
     }
 }
 

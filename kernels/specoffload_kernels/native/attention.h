@@ -55,13 +55,14 @@ struct Task {
   int64_t group;
 };
 
-constexpr int64_t kRunFloats = 4096;  // of V that are weighed at a time: 16 KiB
+constexpr int64_t kMaxHeadDim = 1024;
+constexpr int64_t kRunFloats = 2048;  // of V that are weighed at a time: 8 KiB
+static_assert(kRunFloats >= kMaxHeadDim);
 
 // Floats of scratch memory that one thread needs for tasks of at most `rows` packed rows.
 inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 inline int64_t scratch_floats(int64_t rows, int64_t head_dim, int64_t block_size) {
-  return padded(rows * head_dim) + rows * padded(block_size) + 4 * padded(head_dim) +
-         kRunFloats + padded(head_dim) + 4 * padded(rows);
+  return padded(rows * head_dim) + rows * padded(block_size) + kRunFloats + 2 * padded(rows);
 }
 
 using RunTask = void (*)(const Call&, const Task&, float* scratch);

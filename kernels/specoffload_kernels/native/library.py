@@ -12,6 +12,7 @@ from specoffload_kernels.native.build import NativeUnavailableError, build
 from specoffload_kernels.part import AttentionPart
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+_MAX_HEAD_DIM = 1024
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -93,6 +94,7 @@ class NativeLibrary:
             q_BHQD.dtype in _DTYPES
             and arena_S2HTD.dtype in _DTYPES
             and head_dim % 4 == 0
+            and head_dim <= _MAX_HEAD_DIM
             and q_BHQD.stride(3) == 1
             and arena_S2HTD.stride()[3:] == (head_dim, 1)
             and arena_S2HTD.device.type == "cpu"
