@@ -59,13 +59,14 @@ class Case:
     max_new_tokens: int
 
 
-block_sizes = st.sampled_from([4, 8, 16, 32, 64])
-gammas = st.one_of(st.integers(0, 16), st.just("auto"))
+block_sizes = st.sampled_from([4, 8, 4, 8, 16, 4, 8, 16, 32, 64])
+gammas = st.sampled_from([*range(17), 3, 4, 5, 6, 8, "auto", "auto"])
 prefill_chunks = st.one_of(st.integers(3, 16), st.integers(3, 512))
-prompt_lengths = st.one_of(st.integers(1, 80), st.sampled_from([1, 4, 8, 16, 32, 64]))
+prompt_lengths = st.one_of(st.integers(1, 80), st.integers(40, 80), st.sampled_from([1, 4, 16, 64]))
+new_tokens = st.one_of(st.integers(12, 24), st.integers(8, 40), st.integers(1, 40))
 seeds = st.integers(0, 2**16)
-device_fractions = st.one_of(st.just(0.0), st.none(), st.floats(0.0, 1.25, allow_subnormal=False))
-"""Above the minimum; most bugs of a pool live at 0."""
+device_fractions = st.sampled_from([0.0, 0.0, 0.0, 0.0, 0.03, 0.1, 0.25, 0.5, 1.25, None])
+"""Above the minimum; most bugs of a pool live at 0, where blocks are on the move all the time."""
 
 
 @st.composite
@@ -83,9 +84,10 @@ def tiers(draw: Any) -> tuple[float | None, str, bool]:
 def cases(draw: Any) -> Case:
     """Draw a call: any family, draft, budgets, block size, gamma and ragged batch."""
     device, host, disk = draw(tiers())
+    num_rows = draw(st.sampled_from([1, 2, 1, 3]))
     return Case(
         family=draw(st.sampled_from(FAMILIES)),
-        draft=draw(st.sampled_from(DRAFTS)),
+        draft=draw(st.sampled_from([*DRAFTS, "noisy", "noisy"])),
         weights=draw(st.integers(0, 1)),
         block_size=draw(block_sizes),
         num_draft_tokens=draw(gammas),
@@ -93,7 +95,7 @@ def cases(draw: Any) -> Case:
         device=device,
         host=host,  # type: ignore[arg-type]
         disk=disk,
-        lengths=tuple(draw(st.lists(prompt_lengths, min_size=1, max_size=3))),
+        lengths=tuple(draw(prompt_lengths) for _ in range(num_rows)),
         text=draw(seeds),
-        max_new_tokens=draw(st.integers(1, 40)),
+        max_new_tokens=draw(new_tokens),
     )

@@ -163,12 +163,15 @@ def _assert_mass(
     runner: SpecOffloadRunner, family: str, rows: list[list[int]], out: torch.Tensor, width: int
 ) -> None:
     signal = runner.last_signal()
+    assert signal is not None
     config = target_of(family).config
     mass = np.asarray(signal.mass)
-    assert mass.shape[:3] == (len(rows), config.num_hidden_layers, config.num_key_value_heads)
-    for i, row in enumerate(rows):
+    shape = (len(signal.rows), config.num_hidden_layers, config.num_key_value_heads)
+    assert mass.shape[:3] == shape
+    for i, of in enumerate(signal.rows.tolist()):
+        row = rows[of]
         num_tokens, num_rows = int(signal.num_tokens[i]), int(signal.num_rows[i])
-        tokens = [*row, *out[i, width:].tolist()]
+        tokens = [*row, *out[of, width:].tolist()]
         assert len(row) < num_tokens <= len(tokens)
         assert num_rows >= 1
         expected = _eager_mass(family, tokens[:num_tokens], num_rows, BLOCK_SIZE)
@@ -181,7 +184,7 @@ def _assert_mass(
         )
         for layer, want in expected.items():
             got = mass[i, layer, :, :num_blocks]
-            where = f"row {i}, layer {layer}"
+            where = f"row {of}, layer {layer}"
             assert (got >= 0).all(), where
             assert_near(got, want, atol=TOLERANCE.mass, what=f"mass, {where}")
             ones = np.ones(config.num_key_value_heads)
@@ -204,7 +207,9 @@ def test_block_mass_is_that_of_eager_attention(
         for num_new in (2, 11, 20, 23, 26):
             out = runner.generate(torch.tensor([row]), max_new_tokens=num_new)
             _assert_mass(runner, family, [row], out, len(row))
-            num_rows.add(int(runner.last_signal().num_rows[0]))
+            signal = runner.last_signal()
+            assert signal is not None
+            num_rows.add(int(signal.num_rows[0]))
     assert max(num_rows) > 1, "every verify had a single row"
 
 
@@ -218,6 +223,24 @@ def test_block_mass_of_a_padded_batch_is_that_of_each_row(family: str, tmp_path:
     with SpecOffloadRunner(draft, target, options) as runner:
         out = runner.generate(ids, mask, max_new_tokens=13)
         _assert_mass(runner, family, rows, out, ids.shape[1])
+        signal = runner.last_signal()
+    assert signal is not None
+    assert signal.rows.tolist() == [0, 1, 2]
+
+
+def test_rows_that_are_run_in_groups_keep_their_numbers(tmp_path: Path) -> None:
+    target, draft = target_of("llama"), draft_of("llama", "perfect")
+    options = _options(tmp_path, num_draft_tokens=3)
+    options["device_budget"] = minimum_budget(draft, target, SpecOffloadConfig(**options))
+    rows = [words(n, seed=n) for n in (33, 45, 60)]
+    ids, mask = pad_left(rows)
+    with SpecOffloadRunner(draft, target, SpecOffloadConfig(**options)) as runner:
+        out = runner.generate(ids, mask, max_new_tokens=13)
+        signal, report = runner.last_signal(), runner.report()
+        assert signal is not None
+        assert signal.rows.tolist() == [2], "the last verify is that of the last row"
+        assert {share.row for share in report.focus} == {2}
+        _assert_mass(runner, "llama", rows, out, ids.shape[1])
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
@@ -234,6 +257,7 @@ def test_blocks_out_of_the_window_have_no_mass(family: str) -> None:
     with SpecOffloadRunner(draft, target, options) as runner:
         runner.generate(prompt(70), max_new_tokens=9)
         signal = runner.last_signal()
+    assert signal is not None
     first_query = int(signal.num_tokens[0]) - int(signal.num_rows[0])
     outside = (first_query - WINDOW + 1) // BLOCK_SIZE  # blocks that no query of the pass sees
     assert outside > 3
@@ -249,3 +273,4 @@ def test_collecting_the_signal_changes_no_token(tmp_path: Path) -> None:
         options = _options(tmp_path, num_draft_tokens=4, collect_signal=collect)
         with SpecOffloadRunner(draft, target, SpecOffloadConfig(**options)) as runner:
             assert runner.generate(ids, max_new_tokens=30).equal(expected)
+            assert (runner.last_signal() is not None) == collect
