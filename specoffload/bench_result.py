@@ -72,7 +72,7 @@ class BenchRun:
         """The name for people."""
         if self.budget_fraction is None:
             return {"hf": "target.generate", "hf-assisted": "HF assisted"}[self.name]
-        return f"specoffload, {100 * self.budget_fraction:g}% of the KV"
+        return f"specoffload, {100 * self.budget_fraction:g}% of KV"
 
 
 @dataclass(frozen=True, kw_only=True)

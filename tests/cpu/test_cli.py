@@ -217,6 +217,27 @@ def test_a_mistake_is_told_in_one_line(
     assert reason in refusal(capsys, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--budgets", "half"),
+        ("--gamma", "-1"),
+        ("--context", "0"),
+        ("--repeats", "many"),
+        ("--dtype", "float16"),
+    ],
+)
+def test_a_malformed_option_is_told_at_once(
+    option: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as leave:
+        main(["bench", option, value])
+    assert leave.value.code == REFUSED
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert option in last
+    assert value in last
+
+
 def test_a_machine_error_is_told_with_the_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
