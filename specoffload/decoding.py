@@ -77,7 +77,7 @@ class Decoding:
         start = time.perf_counter()
         for row, text in enumerate(self._texts):
             first = int(self._target.prefill(row, text).argmax())
-            if self._draft is not None:
+            if self._draft is not None and len(text) > 1:
                 self._draft.prefill(row, text[:-1])
             self._meter.first_tokens += 1
             self._extend(row, [first])

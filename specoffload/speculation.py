@@ -50,8 +50,10 @@ class Lane:
         return logits
 
     def prefill(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
-        """Cache and commit tokens of a row, chunk by chunk; return the last one's logits, `[V]`."""
-        logits = torch.empty(0)
+        """Cache and commit tokens of a row, chunk by chunk; return the last one's logits, `[V]`.
+
+        Precondition: at least one token.
+        """
         for start in range(0, len(tokens), self._prefill_chunk):
             chunk = tokens[start : start + self._prefill_chunk]
             running = self.pool.begin([row], [len(chunk)], len(chunk), with_signal=False)
