@@ -96,6 +96,13 @@ SHAPES = {
     "large blocks": Shape(block_size=256, lengths=(300, 256, 257), num_q=3),
     "17 queries": Shape(num_q=17, lengths=(130, 77, 17)),
     "70 queries": Shape(num_q=70, lengths=(130, 77, 70)),
+    "350 queries": Shape(num_q=350, heads=1, groups=3, head_dim=16, lengths=(500, 350)),
+    "350 queries, window": Shape(
+        num_q=350, heads=1, groups=3, head_dim=16, lengths=(500, 350), window=70
+    ),
+    "350 queries, absent": Shape(
+        num_q=350, heads=1, groups=3, head_dim=16, lengths=(500, 350), absent=((0, 2), (1, 9))
+    ),
     "long": Shape(heads=1, lengths=(3000,), block_size=64),
     "window": Shape(window=20),
     "window of 1": Shape(window=1),

@@ -166,29 +166,30 @@ INLINE V tanh(V x) {
 
 // ---- fetching ahead
 
-// Memory that will be read next, fetched a few lines at a time between the arithmetic: in bursts the
-// fetches would fill the miss buffers and hold up the arithmetic behind them.
-template <class T>
+// Memory that will be read next, fetched at an even pace between the arithmetic: fetches in a burst
+// would fill the miss buffers, and the arithmetic behind them would wait.
+template <int64_t kLines>  // fetched at each step
 struct Ahead {
   const char* at;
-  template <int64_t kElements>
+  int64_t step_bytes;
   INLINE void fetch() {
-    constexpr int64_t kBytes = kElements * sizeof(T);
-    for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(at + i);
-    at += kBytes;
+    for (int64_t n = 0; n < kLines; ++n) __builtin_prefetch(at + 64 * n);
+    at += step_bytes;
   }
 };
-struct Nothing {
-  template <int64_t kElements>
-  INLINE void fetch() {}
-};
 
-// What to fetch while reading a region from `offset` on, given the region that is read after it.
-template <class T>
-INLINE Ahead<T> ahead_of(const T* region, int64_t offset, int64_t size, const T* next) {
-  const int64_t target = offset + kAheadBytes / static_cast<int64_t>(sizeof(T));
-  return {reinterpret_cast<const char*>(target < size ? region + target : next + (target - size))};
+// What to fetch while reading a region from `offset` on, given the region that is read after it and
+// the number of elements read at each step.
+template <int64_t kLines, class T>
+INLINE Ahead<kLines> ahead_of(const T* region, int64_t offset, int64_t size, const T* next,
+                              int64_t step) {
+  constexpr int64_t kSize = sizeof(T);
+  const int64_t target = offset + kAheadBytes / kSize;
+  const T* at = target < size ? region + target : next + (target - size);
+  return {reinterpret_cast<const char*>(at), step * kSize};
 }
+
+constexpr int64_t lines_of(int64_t floats) { return floats > 16 ? floats / 16 : 1; }
 
 // Four tokens of a block, the last one repeated where the block has no more.
 template <class T>
@@ -200,12 +201,12 @@ INLINE void four_tokens(const T* block, int64_t t, int64_t num, int64_t head_dim
 
 template <int R, class K, class A>
 INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, float* s,
-                        int64_t s_stride, A ahead) {
+                        int64_t s_stride, A& ahead) {
   V acc[R][4] = {};
   int64_t d = 0;
   if (sizeof(K) == 2)
     for (; d + 2 * W <= head_dim; d += 2 * W) {
-      ahead.template fetch<4 * 2 * W>();
+      ahead.fetch();
       for (int n = 0; n < 4; ++n) {
         V kv[2];
         load_pair(k[n] + d, kv);
@@ -216,7 +217,7 @@ INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, flo
       }
     }
   for (; d < head_dim; d += W) {
-    ahead.template fetch<4 * W>();
+    ahead.fetch();
     V qv[R];
     for (int r = 0; r < R; ++r) qv[r] = load(q + r * head_dim + d);
     for (int n = 0; n < 4; ++n) {
@@ -227,28 +228,33 @@ INLINE void logits_tile(const float* q, int64_t head_dim, const K* const* k, flo
   for (int r = 0; r < R; ++r) sum4(acc[r], s + r * s_stride);
 }
 
-// Rows come in threes and twos, the first of which fetches ahead.
+// Rows come in threes and twos.
 template <class K, class A>
 INLINE void logits_rows(const float* q, int64_t rows, int64_t head_dim, const K* const* k, float* s,
-                        int64_t s_stride, A ahead) {
-  if (rows == 1) return logits_tile<1>(q, head_dim, k, s, s_stride, ahead);
-  int64_t r = 2;
-  if (rows == 2 || rows == 4) logits_tile<2>(q, head_dim, k, s, s_stride, ahead);
-  else logits_tile<3>(q, head_dim, k, s, s_stride, ahead), r = 3;
+                        int64_t s_stride, A& ahead) {
+  int64_t r = 0;
   for (; rows - r >= 3 && rows - r != 4; r += 3)
-    logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, Nothing{});
-  for (; r < rows; r += 2)
-    logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, Nothing{});
+    logits_tile<3>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, ahead);
+  for (; rows - r >= 2; r += 2)
+    logits_tile<2>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, ahead);
+  if (r < rows) logits_tile<1>(q + r * head_dim, head_dim, k, s + r * s_stride, s_stride, ahead);
 }
 
 template <class K>
 void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t num, const K* next,
             float* s, int64_t s_stride) {
+  const int64_t size = num * head_dim, tiles = (rows + 2) / 3;
+  const int64_t step = 4 * W * (sizeof(K) == 2 ? 2 : 1);
   for (int64_t t = 0; t < num; t += 4) {
     const K* tokens[4];
     four_tokens(k, t, num, head_dim, tokens);
-    Ahead<K> ahead = ahead_of(k, t * head_dim, num * head_dim, next);
-    logits_rows(q, rows, head_dim, tokens, s + t, s_stride, ahead);
+    if (tiles == 1) {
+      auto ahead = ahead_of<lines_of(4 * W)>(k, t * head_dim, size, next, step);
+      logits_rows(q, rows, head_dim, tokens, s + t, s_stride, ahead);
+    } else {
+      auto ahead = ahead_of<lines_of(2 * W)>(k, t * head_dim, size, next, step / tiles);
+      logits_rows(q, rows, head_dim, tokens, s + t, s_stride, ahead);
+    }
   }
 }
 
@@ -257,14 +263,14 @@ void logits(const float* q, int64_t rows, int64_t head_dim, const K* k, int64_t 
 // For few rows, when memory sets the pace: four tokens at a time, so that v is read in order.
 template <int R, class T, class A>
 INLINE void values_four(const float* p, int64_t p_stride, const T* const* v, int64_t head_dim,
-                        float* acc, A ahead) {
+                        float* acc, A& ahead) {
   V weight[R][4];
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < 4; ++n) weight[r][n] = splat(p[r * p_stride + n]);
   int64_t d = 0;
   if (sizeof(T) == 2)
     for (; d + 2 * W <= head_dim; d += 2 * W) {
-      ahead.template fetch<4 * 2 * W>();
+      ahead.fetch();
       V sums[R][2];
       for (int r = 0; r < R; ++r) load_pair(acc + r * head_dim + d, sums[r]);
       for (int n = 0; n < 4; ++n) {
@@ -281,7 +287,7 @@ INLINE void values_four(const float* p, int64_t p_stride, const T* const* v, int
       }
     }
   for (; d < head_dim; d += W) {
-    ahead.template fetch<4 * W>();
+    ahead.fetch();
     V sums[R];
     for (int r = 0; r < R; ++r) sums[r] = load(acc + r * head_dim + d);
     for (int n = 0; n < 4; ++n) {
@@ -295,17 +301,19 @@ INLINE void values_four(const float* p, int64_t p_stride, const T* const* v, int
 template <class T>
 INLINE void values_few(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t head_dim,
                        int64_t num, float* acc, const T* next) {
+  const int64_t size = num * head_dim, step = 4 * W * (sizeof(T) == 2 ? 2 : 1);
   for (int64_t t = 0; t < num; t += 4) {
     const T* tokens[4];
     four_tokens(v, t, num, head_dim, tokens);  // a repeated token has weight 0
-    Ahead<T> ahead = ahead_of(v, t * head_dim, num * head_dim, next);
+    auto ahead = ahead_of<lines_of(4 * W)>(v, t * head_dim, size, next, step);
+    auto slower = ahead_of<lines_of(2 * W)>(v, t * head_dim, size, next, step / 2);
     switch (rows) {
       case 1: values_four<1>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
       case 2: values_four<2>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
       case 3: values_four<3>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
       default:
-        values_four<2>(p + t, p_stride, tokens, head_dim, acc, ahead);
-        values_four<2>(p + t + 2 * p_stride, p_stride, tokens, head_dim, acc + 2 * head_dim, Nothing{});
+        for (int64_t r = 0; r < 4; r += 2)
+          values_four<2>(p + r * p_stride + t, p_stride, tokens, head_dim, acc + r * head_dim, slower);
     }
   }
 }
@@ -331,7 +339,7 @@ INLINE void values_tile(const float* p, int64_t p_stride, const float* v, int64_
   for (int r = 0; r < R; ++r)
     for (int n = 0; n < NV; ++n) sums[r][n] = load(acc + r * head_dim + n * W);
   for (int64_t t = 0; t < num; ++t, v += head_dim) {
-    ahead.template fetch<NV * W>();
+    ahead.fetch();
     V vv[NV];
     for (int n = 0; n < NV; ++n) vv[n] = load(v + n * W);
     for (int r = 0; r < R; ++r) {
@@ -345,7 +353,7 @@ INLINE void values_tile(const float* p, int64_t p_stride, const float* v, int64_
 
 template <int R, class A>
 void values_rows(const float* p, int64_t p_stride, const float* v, int64_t head_dim, int64_t num,
-                 float* acc, A ahead) {
+                 float* acc, A& ahead) {
   int64_t d = 0;
   for (; d + 2 * W <= head_dim; d += 2 * W)
     values_tile<R, 2>(p, p_stride, v + d, head_dim, num, acc + d, ahead);
@@ -354,7 +362,7 @@ void values_rows(const float* p, int64_t p_stride, const float* v, int64_t head_
 
 template <class A>
 INLINE void values_any(int64_t rows, const float* p, int64_t p_stride, const float* v,
-                       int64_t head_dim, int64_t num, float* acc, A ahead) {
+                       int64_t head_dim, int64_t num, float* acc, A& ahead) {
   switch (rows) {
     case 3: return values_rows<3>(p, p_stride, v, head_dim, num, acc, ahead);
     case 4: return values_rows<4>(p, p_stride, v, head_dim, num, acc, ahead);
@@ -371,7 +379,7 @@ void values(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t 
   const int64_t tiles = (rows + 5) / 6, run = kRunFloats / head_dim;
   for (int64_t t = 0; t < num; t += run) {
     const int64_t count = t + run < num ? run : num - t;
-    Ahead<T> ahead = ahead_of(v, t * head_dim, num * head_dim, next);
+    auto ahead = ahead_of<lines_of(2 * W)>(v, t * head_dim, num * head_dim, next, 2 * W / tiles);
     const float* wide = v_buffer;
     if constexpr (sizeof(T) == 4) wide = v + t * head_dim;
     else
@@ -379,9 +387,8 @@ void values(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t 
         widen(v + (t + n) * head_dim, head_dim, v_buffer + n * head_dim);
     for (int64_t tile = 0, r = 0; tile < tiles; ++tile) {
       const int64_t num_rows = (rows - r + tiles - tile - 1) / (tiles - tile);
-      const float* weights = p + r * p_stride + t;
-      if (tile == 0) values_any(num_rows, weights, p_stride, wide, head_dim, count, acc, ahead);
-      else values_any(num_rows, weights, p_stride, wide, head_dim, count, acc + r * head_dim, Nothing{});
+      values_any(num_rows, p + r * p_stride + t, p_stride, wide, head_dim, count,
+                 acc + r * head_dim, ahead);
       r += num_rows;
     }
   }
@@ -389,10 +396,16 @@ void values(int64_t rows, const float* p, int64_t p_stride, const T* v, int64_t 
 
 // ---- one task
 
-// Where element d of a row is in the order of load_pair.
-INLINE int64_t paired(int64_t d, int64_t head_dim) {
-  const int64_t start = d / (2 * W) * (2 * W);
-  return start + 2 * W <= head_dim ? start + d % 2 * W + (d - start) / 2 : d;
+// Copies a row into the order of load_pair, or back.
+template <bool kBack, class From>
+INLINE void reorder(const From* from, int64_t head_dim, float scale, float* to) {
+  int64_t d = 0;
+  for (; d + 2 * W <= head_dim; d += 2 * W)
+    for (int64_t n = 0; n < W; ++n) {
+      to[d + (kBack ? 2 * n : n)] = scalar(from + d + (kBack ? n : 2 * n)) * scale;
+      to[d + (kBack ? 2 * n + 1 : W + n)] = scalar(from + d + (kBack ? W + n : 2 * n + 1)) * scale;
+    }
+  for (; d < head_dim; ++d) to[d] = scalar(from + d) * scale;
 }
 
 template <class Q, bool kPaired>
@@ -403,8 +416,9 @@ INLINE void pack_queries(const Call& call, const Task& task, float* q) {
     for (int64_t g = 0; g < groups; ++g, q += call.head_dim) {
       const Q* from = static_cast<const Q*>(call.q) + task.row * call.q_stride_row +
                       (task.head * groups + g) * call.q_stride_head + i * call.q_stride_token;
-      for (int64_t d = 0; d < call.head_dim; ++d)
-        q[kPaired ? paired(d, call.head_dim) : d] = scalar(from + d) * scale;
+      if (kPaired) reorder<false>(from, call.head_dim, scale, q);
+      else
+        for (int64_t d = 0; d < call.head_dim; ++d) q[d] = scalar(from + d) * scale;
     }
 }
 
@@ -539,8 +553,8 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   if (kPaired)
     for (int64_t r = 0; r < rows; ++r) {
       float* acc = task.acc + r * head_dim;
-      for (int64_t d = 0; d < head_dim; ++d) v_buffer[d] = acc[paired(d, head_dim)];
-      for (int64_t d = 0; d < head_dim; ++d) acc[d] = v_buffer[d];
+      reorder<true>(acc, head_dim, 1, v_buffer);
+      __builtin_memcpy(acc, v_buffer, head_dim * sizeof(float));
     }
 }
 

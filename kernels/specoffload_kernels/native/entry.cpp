@@ -14,10 +14,12 @@
 namespace specoffload {
 namespace {
 
-constexpr int64_t kMaxRows = 64;          // packed rows of a task, unless one token has more
-constexpr int64_t kChunksPerSequence = 8;  // tasks that share a long sequence, until
-constexpr int64_t kMinChunkTokens = 64;    // they get smaller than this
-constexpr int64_t kMaxChunkTokens = 2048;  // or larger than this
+constexpr int64_t kMaxQueryFloats = 6144;  // of a task's packed rows, unless one token has more
+constexpr int64_t kTasksPerRow = 16;        // that a row's work is split into, until a task has
+constexpr int64_t kMinTaskTokens = 128;     // as few tokens as this
+constexpr int64_t kMaxTaskTokens = 2048;    // or where more leave it more than this
+
+constexpr int64_t kMinThreadWork = 1 << 18;  // below this, some 10 us, waking a thread costs more
 
 enum Isa : int64_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
@@ -66,7 +68,9 @@ int64_t group_size(const Call& call) { return call.num_q_heads / call.num_heads;
 // that results do not either.
 void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& first_tasks) {
   const int64_t groups = group_size(call), block = call.block_size;
-  const int64_t tokens = std::max<int64_t>(1, kMaxRows / groups);
+  const int64_t most = std::max<int64_t>(1, kMaxQueryFloats / (groups * call.head_dim));
+  const int64_t parts = (call.num_q + most - 1) / most;
+  const int64_t tokens = parts ? (call.num_q + parts - 1) / parts : 1;
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t i = 0; i < call.num_q; i += tokens) {
       const int64_t i_end = std::min(call.num_q, i + tokens);
@@ -76,8 +80,9 @@ void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& firs
       const int64_t j_lo = std::min(call.num_blocks, begin / block);
       const int64_t j_hi =
           std::max(j_lo, std::min(call.num_blocks, (std::max<int64_t>(0, end) + block - 1) / block));
-      const int64_t chunk_tokens = std::min(
-          kMaxChunkTokens, std::max(kMinChunkTokens, (j_hi - j_lo) * block / kChunksPerSequence));
+      const int64_t chunks = (kTasksPerRow + call.num_heads * parts - 1) / (call.num_heads * parts);
+      const int64_t chunk_tokens =
+          std::clamp((j_hi - j_lo) * block / chunks, kMinTaskTokens, kMaxTaskTokens);
       const int64_t chunk = (chunk_tokens + block - 1) / block;
       for (int64_t head = 0; head < call.num_heads; ++head) {
         first_tasks.push_back(static_cast<int64_t>(tasks.size()));
@@ -159,7 +164,7 @@ extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_atte
   if (tasks.empty()) return 0;
 
   std::vector<Group> groups(first_tasks.size());
-  int64_t num_floats = 0, max_rows = 0;
+  int64_t num_floats = 0, max_rows = 0, total_work = 0;
   for (size_t g = 0; g < groups.size(); ++g) {
     const int64_t end = g + 1 < groups.size() ? first_tasks[g + 1] : tasks.size();
     groups[g].first = first_tasks[g];
@@ -170,9 +175,12 @@ extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_atte
   for (const Task& task : tasks) {
     num_floats += padded(rows_of(task) * call->head_dim) + 2 * padded(rows_of(task));
     max_rows = std::max(max_rows, rows_of(task));
+    // Reading an element takes about as long as the arithmetic of four rows on it.
+    total_work += (task.j_end - task.j_begin) * call->block_size * call->head_dim * (rows_of(task) + 4);
   }
+  const int64_t useful = std::min<int64_t>(tasks.size(), total_work / kMinThreadWork);
   const int64_t num_threads =
-      call->parallel ? std::max<int64_t>(1, std::min<int64_t>(call->num_threads, tasks.size())) : 1;
+      call->parallel ? std::max<int64_t>(1, std::min(call->num_threads, useful)) : 1;
   const int64_t stride = padded(scratch_floats(max_rows, call->head_dim, call->block_size));
   const size_t bytes = static_cast<size_t>(num_floats + num_threads * stride) * sizeof(float);
   float* memory = static_cast<float*>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));

@@ -8,7 +8,10 @@ from specoffload_kernels.paged_attention import gathered
 from specoffload_kernels.part import AttentionPart
 from specoffload_kernels.selection import selected
 
-_PREFILL_ROWS = 64  # packed rows (query tokens x group) above which the flash kernel is faster
+# Packed rows (query tokens x group) above which torch's flash kernel beats the gathered logits, and
+# the native kernel. Both are close to it for a while beyond, and give per-block sums besides.
+_FLASH_ROWS_TORCH = 64
+_FLASH_ROWS_NATIVE = 1024
 
 
 def paged_attention(
@@ -24,9 +27,13 @@ def paged_attention(
     with_block_lse: bool = True,
 ) -> AttentionPart:
     """Attend to the blocks that have a slot; see ``specoffload_kernels.paged_attention``."""
+    selection = selected()
+    library = selection.library
+    if library is not None and not library.supports(q_BHQD, arena_S2HTD):
+        library = None
     packed_rows = q_BHQD.shape[2] * (q_BHQD.shape[1] // arena_S2HTD.shape[2])
     if (
-        packed_rows > _PREFILL_ROWS
+        packed_rows > (_FLASH_ROWS_TORCH if library is None else _FLASH_ROWS_NATIVE)
         and softcap is None
         and not with_block_lse
         and q_BHQD.dtype == arena_S2HTD.dtype
@@ -34,8 +41,7 @@ def paged_attention(
         return gathered.prefill(
             q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, scale=scale, window=window
         )
-    selection = selected()
-    if selection.library is None or not selection.library.supports(q_BHQD, arena_S2HTD):
+    if library is None:
         return gathered.attend(
             q_BHQD,
             arena_S2HTD,
@@ -48,7 +54,7 @@ def paged_attention(
             with_block_lse=with_block_lse,
         )
     assert selection.isa is not None
-    return selection.library.paged_attention(
+    return library.paged_attention(
         q_BHQD,
         arena_S2HTD,
         table_BN,
