@@ -64,7 +64,6 @@ INLINE float scalar(const Bf16* p) {
 // ---- vector to scalar
 
 typedef float Quad __attribute__((vector_size(16)));
-typedef float QuadLoad __attribute__((vector_size(16), aligned(4), may_alias));
 
 INLINE Quad quad(V v, int64_t n) {
   Quad quads[W / 4];
@@ -193,7 +192,8 @@ constexpr int64_t lines_of(int64_t floats) { return floats > 16 ? floats / 16 : 
 
 // Four tokens of a block, the last one repeated where the block has no more.
 template <class T>
-INLINE void four_tokens(const T* block, int64_t t, int64_t num, int64_t head_dim, const T** tokens) {
+INLINE void four_tokens(const T* block, int64_t t, int64_t num, int64_t head_dim,
+                        const T** tokens) {
   for (int64_t n = 0; n < 4; ++n) tokens[n] = block + (t + n < num ? t + n : num - 1) * head_dim;
 }
 
@@ -313,7 +313,8 @@ INLINE void values_few(int64_t rows, const float* p, int64_t p_stride, const T* 
       case 3: values_four<3>(p + t, p_stride, tokens, head_dim, acc, ahead); break;
       default:
         for (int64_t r = 0; r < 4; r += 2)
-          values_four<2>(p + r * p_stride + t, p_stride, tokens, head_dim, acc + r * head_dim, slower);
+          values_four<2>(p + r * p_stride + t, p_stride, tokens, head_dim, acc + r * head_dim,
+                         slower);
     }
   }
 }
@@ -478,8 +479,8 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   int64_t j = task.j_begin;
   while (j < task.j_end && table[j] < 0) ++j;
   if (j < task.j_end)
-    for (int64_t n = 0; n < kAheadBytes; n += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(heads + table[j] * call.arena_stride_slot) + n);
+    for (int64_t n = 0; n < kAheadBytes / static_cast<int64_t>(sizeof(T)); n += 64 / sizeof(T))
+      __builtin_prefetch(heads + table[j] * call.arena_stride_slot + n);
   while (j < task.j_end) {
     int64_t next = j + 1;
     while (next < task.j_end && table[next] < 0) ++next;
@@ -499,7 +500,8 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
     for (int64_t r = 0; r < rows; ++r) {
       float* row = s + r * s_stride;
       if (call.softcap != 0) {
-        float cap = static_cast<float>(call.softcap), inverse = static_cast<float>(1 / call.softcap);
+        const float cap = static_cast<float>(call.softcap);
+        const float inverse = static_cast<float>(1 / call.softcap);
         for (int64_t t = 0; t < num; t += W) store(row + t, tanh(load(row + t) * inverse) * cap);
       }
       for (int64_t t = num; t < num_padded; ++t) row[t] = -kInf;

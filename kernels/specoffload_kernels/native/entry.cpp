@@ -78,8 +78,8 @@ void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& firs
       const int64_t begin =
           call.window ? std::max<int64_t>(0, call.q_start[row] + i - call.window + 1) : 0;
       const int64_t j_lo = std::min(call.num_blocks, begin / block);
-      const int64_t j_hi =
-          std::max(j_lo, std::min(call.num_blocks, (std::max<int64_t>(0, end) + block - 1) / block));
+      const int64_t end_block = (std::max<int64_t>(0, end) + block - 1) / block;
+      const int64_t j_hi = std::max(j_lo, std::min(call.num_blocks, end_block));
       const int64_t chunks = (kTasksPerRow + call.num_heads * parts - 1) / (call.num_heads * parts);
       const int64_t chunk_tokens =
           std::clamp((j_hi - j_lo) * block / chunks, kMinTaskTokens, kMaxTaskTokens);
@@ -148,12 +148,14 @@ void work(void* argument) {
 
 using namespace specoffload;
 
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
 // The best instruction set of this processor: 0 portable, 1 AVX2, 2 AVX-512.
-extern "C" __attribute__((visibility("default"))) int64_t specoffload_isa() { return best_isa(); }
+EXPORT int64_t specoffload_isa() { return best_isa(); }
 
 // Returns 0; 1 if memory ran out or 2 if the table names a slot that the arena lacks. Nothing is
 // written in those cases.
-extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_attention(const Call* call) try {
+EXPORT int64_t specoffload_paged_attention(const Call* call) try {
   for (int64_t row = 0; row < call->num_rows; ++row)
     for (int64_t j = 0; j < call->num_blocks; ++j)
       if (call->table[row * call->table_stride + j] >= call->num_slots) return 2;
@@ -176,7 +178,8 @@ extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_atte
     num_floats += padded(rows_of(task) * call->head_dim) + 2 * padded(rows_of(task));
     max_rows = std::max(max_rows, rows_of(task));
     // Reading an element takes about as long as the arithmetic of four rows on it.
-    total_work += (task.j_end - task.j_begin) * call->block_size * call->head_dim * (rows_of(task) + 4);
+    const int64_t tokens = (task.j_end - task.j_begin) * call->block_size;
+    total_work += tokens * call->head_dim * (rows_of(task) + 4);
   }
   const int64_t useful = std::min<int64_t>(tasks.size(), total_work / kMinThreadWork);
   const int64_t num_threads =
@@ -201,7 +204,7 @@ extern "C" __attribute__((visibility("default"))) int64_t specoffload_paged_atte
 }
 
 // Returns 0, or 2 if a slot or an offset lies outside the arena (nothing is written then).
-extern "C" __attribute__((visibility("default"))) int64_t specoffload_append(const AppendCall* call) {
+EXPORT int64_t specoffload_append(const AppendCall* call) {
   const AppendCall& c = *call;
   for (int64_t n = 0; n < c.num_rows * c.num_q; ++n)
     if (c.slots[n] >= c.num_slots ||
