@@ -38,6 +38,7 @@ class Decoding:
         prompts: the rows of the group.
         lanes: the target's, then the draft's if there is one.
         config: how to draft and what to collect.
+        first_row: what the group's first row is in the call.
         streamer: gets committed tokens.
         meter: counts.
 
@@ -52,12 +53,14 @@ class Decoding:
         lanes: list[Lane],
         config: SpecOffloadConfig,
         *,
+        first_row: int,
         streamer: Streamer | None,
         meter: Meter,
     ) -> None:
         self.signal: Signal | None = None
         self._request = request
         self._config = config
+        self._first_row = first_row
         self._target = lanes[0]
         self._draft = lanes[1] if len(lanes) > 1 else None
         self._streamer = streamer
@@ -75,12 +78,16 @@ class Decoding:
     def run(self) -> list[list[int]]:
         """Return the texts of the group, prompts included."""
         start = time.perf_counter()
+        first = [
+            int(self._target.prefill(row, text).argmax()) for row, text in enumerate(self._texts)
+        ]
+        self._target.pool.return_lent()
         for row, text in enumerate(self._texts):
-            first = int(self._target.prefill(row, text).argmax())
-            if self._draft is not None and len(text) > 1:
+            if self._draft is not None and len(text) > 1 and self._left[row] > 1:
                 self._draft.prefill(row, text[:-1])
+        for row, token in enumerate(first):
             self._meter.first_tokens += 1
-            self._extend(row, [first])
+            self._extend(row, [token])
         now = time.perf_counter()
         self._meter.prefill_s += now - start
         while self._active:
@@ -109,15 +116,20 @@ class Decoding:
         finally:
             running.cancel()
         end = time.perf_counter()
-        accepted = [len(tokens) - 1 for tokens in emitted]
         if self._config.collect_signal:
             self._keep_signal(running.mass([len(tokens) for tokens in emitted]), rows, emitted)
         for row, tokens, gamma in zip(rows, emitted, gammas, strict=True):
             self._target.pool.settle(row, len(tokens))
-            if self._draft is not None:
-                self._draft.pool.settle(row, len(tokens) if gamma else 0)
-        for row, tokens in zip(list(rows), emitted, strict=True):
-            self._extend(row, tokens)
+            if self._draft is not None and gamma:
+                # All but the last two tokens of a text stay in the draft's cache.
+                settled = len(self._texts[row]) + len(tokens) - 2
+                cached = int(self._draft.pool.ledger.committed[row])
+                self._draft.pool.settle(row, settled - cached)
+        # What lies behind a row's end was checked in vain: it counts for nothing.
+        accepted = [
+            min(len(tokens) - 1, self._extend(row, tokens))
+            for row, tokens in zip(list(rows), emitted, strict=True)
+        ]
         for lane in (self._target, self._draft):
             if lane is not None:
                 lane.pool.end_round()
@@ -147,15 +159,19 @@ class Decoding:
         committed = self._target.pool.ledger.committed[rows]
         self.signal = Signal(
             round_index=self._meter.rounds,
-            rows=np.array(rows),
+            rows=np.array(rows) + self._first_row,
             mass=mass_LRHN.swapaxes(0, 1),
             num_tokens=committed + num_rows,
             num_rows=num_rows,
             block_size=self._config.block_size,
         )
 
-    def _extend(self, row: int, tokens: list[int]) -> None:
-        """Add tokens to a row's text, up to its end; forget the row's KV if it has ended."""
+    def _extend(self, row: int, tokens: list[int]) -> int:
+        """Add tokens to a row's text, up to its end; forget the row's KV if it has ended.
+
+        Returns:
+            How many tokens were added.
+        """
         kept = tokens[: self._left[row]]
         for index, token in enumerate(kept):
             if token in self._request.eos_token_ids:
@@ -172,3 +188,4 @@ class Decoding:
             for lane in (self._target, self._draft):
                 if lane is not None:
                     lane.pool.release(row)
+        return len(kept)

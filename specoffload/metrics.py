@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specoffload.report import BlockShare, RunReport
+from specoffload.tiers.device import DeviceMemory
 from specoffload.tiers.pool import BlockPool
 from specoffload.tiers.transfer import Homes
 
@@ -50,7 +51,7 @@ class Meter:
         pools: Sequence[BlockPool],
         homes: Sequence[Homes],
         *,
-        device_bytes: int,
+        device: DeviceMemory,
         kv_bytes: int,
     ) -> None:
         """Add what the pools of one group of rows moved and held; groups run one after another."""
@@ -59,9 +60,8 @@ class Meter:
             self.bytes_down += pool.counters.bytes_down
             self.blocks_filled += pool.counters.blocks_filled
             self.blocks_written += pool.counters.blocks_written
-        held = sum(pool.counters.peak_bytes for pool in pools)
-        self.peak_device_bytes = max(self.peak_device_bytes, held)
-        self.device_bytes = max(self.device_bytes, device_bytes)
+        self.peak_device_bytes = max(self.peak_device_bytes, device.peak_bytes)
+        self.device_bytes = max(self.device_bytes, device.num_bytes)
         self.host_bytes = max(self.host_bytes, sum(home.host_bytes for home in homes))
         self.disk_bytes = max(self.disk_bytes, sum(home.disk_bytes for home in homes))
         self.kv_bytes = max(self.kv_bytes, kv_bytes)
@@ -85,11 +85,7 @@ class Meter:
             drafted_tokens=self.drafted_tokens,
             accepted_tokens=self.accepted_tokens,
             tokens_per_s=later / self.decode_s if later and self.decode_s else None,
-            tokens_per_verify=(
-                (self.accepted_tokens + self.row_rounds) / self.row_rounds
-                if self.row_rounds
-                else None
-            ),
+            tokens_per_verify=(later / self.row_rounds if self.row_rounds else None),
             acceptance=(
                 self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else None
             ),

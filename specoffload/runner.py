@@ -86,6 +86,9 @@ class SpecOffloadRunner:
                 " block_size or num_draft_tokens",
                 required_bytes=self.minimum_device_bytes,
             )
+        if config.disk_path is not None:
+            # A folder that cannot hold a spill file is better known now than at the first call.
+            SpillFile(Path(config.disk_path), 1, 0).close()
         self._memory = DeviceMemory(device, limit)
         self._mover = Mover()
         self._busy = threading.Lock()
@@ -211,7 +214,13 @@ class SpecOffloadRunner:
             plan = self._plan(request, len(texts), host_bytes)
             with torch.inference_mode(), self._lanes(plan, meter) as lanes:
                 decoding = Decoding(
-                    request, plan.prompts, lanes, self.config, streamer=streamer, meter=meter
+                    request,
+                    plan.prompts,
+                    lanes,
+                    self.config,
+                    first_row=len(texts),
+                    streamer=streamer,
+                    meter=meter,
                 )
                 texts += decoding.run()
                 self._signal = decoding.signal
@@ -277,7 +286,8 @@ class SpecOffloadRunner:
                 [
                     (share.num_slots + share.num_staging) * shape.block_bytes
                     for shape, share in zip(self._shapes, plan.shares, strict=True)
-                ]
+                ],
+                num_lent=plan.shares[0].num_lent * self._shapes[0].block_bytes,
             )
             for shape, share, memory, home in zip(
                 self._shapes, plan.shares, memories, homes, strict=True
@@ -285,6 +295,7 @@ class SpecOffloadRunner:
                 pools.append(
                     BlockPool(
                         shape,
+                        self._memory,
                         memory,
                         share,
                         num_rows=len(plan.prompts),
@@ -295,7 +306,7 @@ class SpecOffloadRunner:
                     )
                 )
             yield [
-                Lane(model, pool, prefill_chunk=self._prefill_chunk(pool, len(plan.prompts)))
+                Lane(model, pool, prefill_chunk=self.config.prefill_chunk)
                 for model, pool in zip(models, pools, strict=False)
             ]
         finally:
@@ -304,7 +315,7 @@ class SpecOffloadRunner:
             meter.add_memory(
                 pools,
                 homes,
-                device_bytes=self._memory.num_bytes,
+                device=self._memory,
                 kv_bytes=sum(need.total_bytes for need in plan.needs),
             )
             for home in homes:
@@ -316,17 +327,6 @@ class SpecOffloadRunner:
             assert self.config.disk_path is not None
             spill = SpillFile(Path(self.config.disk_path), shape.block_bytes, share.num_extents)
         return Homes(HostArena(share.num_host_slots, shape.block_bytes), spill)
-
-    def _prefill_chunk(self, pool: BlockPool, num_rows: int) -> int:
-        """The most tokens of one row whose blocks fit beside the other rows' newest ones."""
-        if not pool.is_offloading:
-            return self.config.prefill_chunk
-        block_size = self.config.block_size
-        blocks = pool.residency.num_slots // pool.shape.num_layers - (num_rows - 1)
-        tokens = (blocks - 1) * block_size + 1
-        if tokens > block_size:
-            tokens -= tokens % block_size
-        return max(1, min(self.config.prefill_chunk, tokens))
 
     def _focus(self) -> tuple[BlockShare, ...]:
         if self._signal is None:

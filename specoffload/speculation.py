@@ -49,13 +49,18 @@ class Lane:
         logits: torch.Tensor = out.logits
         return logits
 
+    def tokens_at_once(self, row: int) -> int:
+        """Return how many tokens of a row one pass may take."""
+        return self.pool.tokens_at_once(row, self._prefill_chunk)
+
     def prefill(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
         """Cache and commit tokens of a row, chunk by chunk; return the last one's logits, `[V]`.
 
         Precondition: at least one token.
         """
-        for start in range(0, len(tokens), self._prefill_chunk):
-            chunk = tokens[start : start + self._prefill_chunk]
+        size = self.tokens_at_once(row)
+        for start in range(0, len(tokens), size):
+            chunk = tokens[start : start + size]
             running = self.pool.begin([row], [len(chunk)], len(chunk), with_signal=False)
             logits = self.forward(running, torch.tensor([chunk]), 1)
             self.pool.settle(row, len(chunk))
@@ -76,11 +81,19 @@ def draft_tokens(
     if not steps:
         return drafted
     committed = lane.pool.ledger.committed
-    for row, text, gamma in zip(rows, texts, gammas, strict=True):
-        behind = text[int(committed[row]) : len(text) - 2]
-        if gamma and behind:
-            lane.prefill(row, behind)
-    feed = [list(text[-2:]) for text in texts]
+    # Rounds without drafting leave the draft behind; what it missed goes into the first pass where
+    # that keeps the batch rectangular and its blocks within the budget.
+    missed = [
+        len(text) - 2 - int(committed[row]) if gamma else 0
+        for row, text, gamma in zip(rows, texts, gammas, strict=True)
+    ]
+    room = min(lane.tokens_at_once(row) for row in rows)
+    if any(count != missed[0] for count in missed) or missed[0] + steps + 2 > room:
+        for row, text, count in zip(rows, texts, missed, strict=True):
+            if count:
+                lane.prefill(row, text[len(text) - 2 - count : len(text) - 2])
+        missed = [0] * len(rows)
+    feed = [list(text[len(text) - 2 - count :]) for text, count in zip(texts, missed, strict=True)]
     for step in range(steps):
         num_new = [len(f) if step < gamma else 0 for f, gamma in zip(feed, gammas, strict=True)]
         running = lane.pool.begin(rows, num_new, len(feed[0]), with_signal=False)

@@ -6,14 +6,16 @@ drafted token, the target once a round, so a slot saves the draft several times 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from specoffload.config import format_bytes
 from specoffload.errors import BudgetError
 
-_MAX_STAGING_HALF = 16
-_STAGING_SHARE = 24
-"""One half of the staging area is at most this fraction of a pool's slots."""
+_STAGING_HALF = 8
+"""Blocks in one half of the staging area, where there is room for it: enough to make a load worth
+its start, few enough to leave the budget to blocks that stay."""
+_STAGING_PART = 8
+"""Beyond the minimum, staging takes at most one part in this many of what is spare."""
 
 
 def span_blocks(num_tokens: int, block_size: int) -> int:
@@ -56,12 +58,14 @@ class Share:
         num_staging: device slots that blocks pass through; 0 where everything fits.
         num_host_slots: places in host memory.
         num_extents: places in the spill file.
+        num_lent: slots more that the model may use until the other one starts.
     """
 
     num_slots: int
-    num_staging: int
-    num_host_slots: int
-    num_extents: int
+    num_staging: int = 0
+    num_host_slots: int = 0
+    num_extents: int = 0
+    num_lent: int = 0
 
 
 def split(
@@ -75,10 +79,7 @@ def split(
     """
     total_bytes = sum(need.total_bytes for need in needs)
     if device_bytes is None or total_bytes <= device_bytes:
-        return [
-            Share(num_slots=need.total, num_staging=0, num_host_slots=0, num_extents=0)
-            for need in needs
-        ]
+        return [Share(num_slots=need.total) for need in needs]
     minimum = sum(need.minimum_bytes for need in needs)
     if minimum > device_bytes:
         raise BudgetError(
@@ -87,43 +88,70 @@ def split(
             " num_draft_tokens",
             required_bytes=minimum,
         )
-    spare = device_bytes - minimum
-    slots: list[int] = []
-    for need in reversed(needs):
-        minimum_slots = need.minimum_bytes // need.block_bytes
-        granted = min(minimum_slots + spare // need.block_bytes, need.total)
-        # A pool that fits whole needs no staging; its minimum had counted some.
-        granted = max(granted, minimum_slots)
-        spare -= (granted - minimum_slots) * need.block_bytes
-        slots.insert(0, granted)
+    on_device = _split_device(needs, device_bytes - minimum)
+    lacking = [
+        max(0, need.total - slots) for need, (slots, _) in zip(needs, on_device, strict=True)
+    ]
+    required = sum(blocks * need.block_bytes for blocks, need in zip(lacking, needs, strict=True))
+    if required > host_bytes and not has_disk:
+        raise BudgetError(
+            f"device_budget={format_bytes(device_bytes)} and host_budget="
+            f"{format_bytes(host_bytes)} cannot hold {format_bytes(total_bytes)} of KV: host_budget"
+            f" must be at least {required} bytes; raise it, or set disk_path",
+            required_bytes=required,
+        )
     shares: list[Share] = []
-    host_left = host_bytes
-    for need, granted in zip(needs, slots, strict=True):
-        if granted >= need.total:
-            shares.append(
-                Share(num_slots=need.total, num_staging=0, num_host_slots=0, num_extents=0)
-            )
+    # What has no other place comes first, then whatever else can be kept in host memory.
+    reserved = 0 if has_disk else required
+    for need, (slots, staging), blocks in zip(needs, on_device, lacking, strict=True):
+        if not staging:
+            shares.append(Share(num_slots=need.total))
             continue
-        half = max(1, min(_MAX_STAGING_HALF, granted // _STAGING_SHARE))
-        half = min(half, (granted - need.working) // 2)
-        resident = granted - 2 * half
-        host_slots = min(need.total, host_left // need.block_bytes)
-        host_left -= host_slots * need.block_bytes
+        own = 0 if has_disk else blocks * need.block_bytes
+        host_slots = min(need.total, (host_bytes - reserved + own) // need.block_bytes)
+        reserved -= own
+        host_bytes -= host_slots * need.block_bytes
         extents = need.total - host_slots if has_disk else 0
-        if not has_disk and host_slots < need.total - resident:
-            lacking = (need.total - resident - host_slots) * need.block_bytes
-            raise BudgetError(
-                f"device_budget={format_bytes(device_bytes)} and host_budget="
-                f"{format_bytes(host_bytes)} cannot hold {format_bytes(total_bytes)} of KV:"
-                f" {lacking} bytes have no place; raise host_budget by that, or set disk_path",
-                required_bytes=host_bytes + lacking,
-            )
         shares.append(
             Share(
-                num_slots=resident,
-                num_staging=2 * half,
+                num_slots=slots,
+                num_staging=staging,
                 num_host_slots=host_slots,
                 num_extents=extents,
             )
         )
-    return shares
+    return _with_loan(needs, shares)
+
+
+def _split_device(needs: list[Need], spare: int) -> list[tuple[int, int]]:
+    """Return slots and staging slots of each model; `spare` is what the minimum leaves."""
+    staging = []
+    for need in needs:
+        pairs = 0
+        if need.total > need.working:
+            pairs = min(_STAGING_HALF - 1, spare // _STAGING_PART // (2 * need.block_bytes))
+            spare -= pairs * 2 * need.block_bytes
+            pairs += 1
+        staging.append(2 * pairs)
+    granted: list[tuple[int, int]] = []
+    for need, through in zip(reversed(needs), reversed(staging), strict=True):
+        slots = min(need.working, need.total)
+        lacking = need.total - slots
+        # Whoever fits whole needs no staging, and can stay in its slots instead.
+        if lacking * need.block_bytes <= spare + through * need.block_bytes:
+            spare -= (lacking - through) * need.block_bytes
+            granted.insert(0, (need.total, 0))
+            continue
+        more = spare // need.block_bytes
+        spare -= more * need.block_bytes
+        granted.insert(0, (slots + more, through))
+    return granted
+
+
+def _with_loan(needs: list[Need], shares: list[Share]) -> list[Share]:
+    """Let the target use the draft's memory while it reads the prompt: the draft starts later."""
+    if len(shares) < 2 or not shares[0].num_staging:
+        return shares
+    draft_bytes = (shares[1].num_slots + shares[1].num_staging) * needs[1].block_bytes
+    lent = draft_bytes // needs[0].block_bytes
+    return [replace(shares[0], num_lent=lent), *shares[1:]]

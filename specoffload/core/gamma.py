@@ -14,11 +14,11 @@ import numpy as np
 
 _DECAY = 0.95
 """Weight that one round leaves to all earlier ones."""
-_FIRST_GAMMAS = (0, 2, 1)
+_FIRST_GAMMAS = (1, 0)
 """Gammas of the first rounds: enough to place the line of verify times."""
 _MARGIN = 1.02
 """Drafting must promise this much more than plain decoding: measurements are noisy."""
-_FIRST_PAUSE = 8
+_FIRST_PAUSE = 16
 _LONGEST_PAUSE = 256
 
 

@@ -66,10 +66,11 @@ class NoRoomError(RuntimeError):
 class _FreeList:
     """Places not in use: a stack, so that what was freed last is used first."""
 
-    def __init__(self, num_places: int) -> None:
-        self._stack = np.arange(num_places - 1, -1, -1, dtype=np.int32)
-        self._size = num_places
-        self._is_free = np.ones(num_places, bool)
+    def __init__(self, places: Places) -> None:
+        self._stack = places[::-1].copy()
+        self._size = len(places)
+        self._is_free = np.zeros(int(places.max(initial=-1)) + 1, bool)
+        self._is_free[places] = True
 
     def __len__(self) -> int:
         return self._size
@@ -92,6 +93,15 @@ class _FreeList:
         self._stack[self._size : self._size + len(places)] = places[::-1]
         self._size += len(places)
 
+    def retire(self, places: Places) -> None:
+        """Take free places out of use for good."""
+        assert self._is_free[places].all(), "a place in use cannot be retired"
+        self._is_free[places] = False
+        free = self._stack[: self._size]
+        left = free[~np.isin(free, places)]
+        self._stack = np.concatenate([left, np.zeros(self.capacity - self._size, np.int32)])
+        self._size = len(left)
+
 
 class Residency:
     """The table of one model's blocks.
@@ -100,7 +110,8 @@ class Residency:
         num_layers: layers that hold KV.
         num_rows: sequences of the call.
         num_blocks: most blocks that a row can have in a layer.
-        num_slots: places in the device arena (staging slots are not among them).
+        num_slots: places in the device arena, or the places themselves; staging slots are not
+            among them.
         num_host_slots: places in the host arena.
         num_extents: places in the spill file.
     """
@@ -111,7 +122,7 @@ class Residency:
         num_layers: int,
         num_rows: int,
         num_blocks: int,
-        num_slots: int,
+        num_slots: int | Places,
         num_host_slots: int = 0,
         num_extents: int = 0,
     ) -> None:
@@ -124,9 +135,10 @@ class Residency:
         self._stored = np.zeros(size, bool)
         self._in_flight = np.zeros(size, bool)
         self._last_use = np.zeros(size, np.int64)
-        self._slots = _FreeList(num_slots)
+        places = np.arange(num_slots) if isinstance(num_slots, int) else num_slots
+        self._slots = _FreeList(places.astype(np.int32))
         # Host slots are taken before extents: within one list the lower numbers go first.
-        self._homes = _FreeList(num_host_slots + num_extents)
+        self._homes = _FreeList(np.arange(num_host_slots + num_extents, dtype=np.int32))
         self._loading: set[Ticket] = set()
 
     # ---- looking: never changes anything
@@ -295,6 +307,30 @@ class Residency:
         self._slot[units] = -1
         self._slots.give(slots)
         return slots
+
+    def retire_slots(self, slots: Places) -> tuple[Places, Places]:
+        """Take slots out of use; the blocks in them move to free slots among the others.
+
+        Returns:
+            The slots that blocks leave and, in the same order, those that they go to; the caller
+            copies them at once.
+
+        Raises:
+            NoRoomError: the blocks in them do not fit the others; nothing was changed.
+        """
+        assert not self._in_flight.any(), "in flight"
+        moving = np.flatnonzero(np.isin(self._slot, slots))
+        others = self._slots.capacity - len(slots)
+        held = self._slots.capacity - len(self._slots)
+        if held > others:
+            raise NoRoomError(f"{held} blocks do not fit {others} slots")
+        source = self._slot[moving].copy()
+        self._slots.retire(np.setdiff1d(slots, source).astype(np.int32))
+        target = self._slots.take(len(moving))
+        self._slot[moving] = target
+        self._slots.give(source)
+        self._slots.retire(source)
+        return source, target
 
     def drop(self, units: Units) -> Places:
         """Forget blocks for ever, wherever they are; return the slots that became free.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -85,11 +86,11 @@ def read_request(
     generation = target.generation_config or GenerationConfig()
     _refuse_unsupported(generation)
     _check_ids(target, input_ids)
-    eos = eos_token_id if eos_token_id is not None else generation.eos_token_id
+    eos: Any = eos_token_id if eos_token_id is not None else generation.eos_token_id
     if isinstance(eos, torch.Tensor):
         eos = eos.tolist()
-    eos_ids = [] if eos is None else [eos] if isinstance(eos, int) else [int(i) for i in eos]
-    pad = pad_token_id if pad_token_id is not None else generation.pad_token_id
+    eos_ids = _ids(eos)
+    pad: int | None = pad_token_id if pad_token_id is not None else generation.pad_token_id
     if attention_mask is None and pad is not None and pad not in eos_ids:
         # As transformers does: padding can be told from text by its id.
         attention_mask = input_ids != pad
@@ -118,6 +119,15 @@ def _refuse_unsupported(generation: GenerationConfig) -> None:
                 f"the target's generation_config has {name}={value!r}, which is not supported and"
                 f" will not be ignored: set target.generation_config.{name} = None"
             )
+
+
+def _ids(eos: object) -> list[int]:
+    """Read what transformers takes as `eos_token_id`."""
+    listed = [] if eos is None else list(eos) if isinstance(eos, list | tuple) else [eos]
+    ids = [token for token in listed if isinstance(token, int)]
+    if len(ids) < len(listed):
+        raise SpecOffloadError(f"eos_token_id={eos!r} is not a token id (int), nor a list of them")
+    return ids
 
 
 def _check_ids(target: PreTrainedModel, input_ids: torch.Tensor) -> None:
@@ -151,6 +161,8 @@ def _strip_padding(input_ids: torch.Tensor, mask: torch.Tensor | None) -> list[l
             f"attention_mask is {shape}: it must have the shape {tuple(input_ids.shape)} of"
             " input_ids"
         )
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise SpecOffloadError("attention_mask has values other than 0 and 1: 0 hides a token")
     stripped = []
     for index, (row, keep) in enumerate(zip(rows, (mask != 0).tolist(), strict=True)):
         length = sum(keep)

@@ -47,11 +47,16 @@ class DeviceMemory:
     Args:
         device: where it lies.
         limit_bytes: the budget; None for none.
+
+    Attributes:
+        peak_bytes: most bytes in use at once since the last `carve`.
     """
 
     def __init__(self, device: torch.device, limit_bytes: int | None) -> None:
         self._device = device
         self.limit_bytes = limit_bytes
+        self.peak_bytes = 0
+        self._used: dict[int, int] = {}
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
 
     @property
@@ -59,9 +64,15 @@ class DeviceMemory:
         """Bytes allocated now."""
         return self._buffer.numel()
 
-    def carve(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Return one byte view for each size, none overlapping; earlier views become invalid."""
+    def carve(self, sizes: Sequence[int], *, num_lent: int = 0) -> list[torch.Tensor]:
+        """Return one byte view for each size; earlier views become invalid.
+
+        No two overlap, except that the first is `num_lent` bytes longer: it reaches into the second
+        until the second's owner first uses it.
+        """
         total = sum(sizes)
+        self._used = {}
+        self.peak_bytes = 0
         assert self.limit_bytes is None or total <= self.limit_bytes, "the budget is hard"
         if self._buffer.numel() < total:
             # The old buffer goes first: both at once could be twice the budget.
@@ -71,7 +82,13 @@ class DeviceMemory:
         for size in sizes:
             views.append(self._buffer[start : start + size])
             start += size
+        views[0] = self._buffer[: sizes[0] + num_lent]
         return views
+
+    def note_use(self, owner: int, num_bytes: int) -> None:
+        """Record how many bytes an owner of a view uses from now on."""
+        self._used[owner] = num_bytes
+        self.peak_bytes = max(self.peak_bytes, sum(self._used.values()))
 
     def release(self) -> None:
         """Give the memory back."""
@@ -106,6 +123,13 @@ class DeviceArena:
     def slot_bytes(self) -> npt.NDArray[np.uint8]:
         """Every slot as raw bytes, `[slot, byte]`, sharing memory with `tensor` (CPU only)."""
         return self._bytes.numpy()
+
+    def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
+        """Copy slots to other slots; no slot is in both."""
+        if len(source):
+            self.tensor[torch.from_numpy(target.astype(np.int64))] = self.tensor[
+                torch.from_numpy(source.astype(np.int64))
+            ]
 
     def freed(self, slots: npt.NDArray[np.int32]) -> None:
         """Note that slots hold nothing any more."""

@@ -21,7 +21,7 @@ from specoffload.core.budget import Share
 from specoffload.core.ledger import Ledger
 from specoffload.core.policy import lru
 from specoffload.core.residency import MoveKind, NoRoomError, Residency, Ticket, Units
-from specoffload.tiers.device import DeviceArena, KVShape
+from specoffload.tiers.device import DeviceArena, DeviceMemory, KVShape
 from specoffload.tiers.transfer import Homes, Mover
 from specoffload_kernels import AttentionPart, append, block_mass, merge, paged_attention
 
@@ -31,13 +31,12 @@ _STORE_BATCH = 64
 
 @dataclass(kw_only=True)
 class PoolCounters:
-    """What a pool moved and held since it was made. Sizes in bytes."""
+    """What a pool moved since it was made. Sizes in bytes."""
 
     bytes_up: int = 0
     bytes_down: int = 0
     blocks_filled: int = 0
     blocks_written: int = 0
-    peak_bytes: int = 0
 
 
 class BlockPool:
@@ -45,7 +44,8 @@ class BlockPool:
 
     Args:
         shape: what a block looks like.
-        memory: bytes of the device tier, for slots and staging.
+        device: the device tier, told of what is used.
+        memory: bytes of it, for slots, staging and slots on loan.
         share: how many places there are in each tier.
         num_rows: sequences of the call.
         num_blocks: most blocks that a row can have in a layer.
@@ -57,6 +57,7 @@ class BlockPool:
     def __init__(
         self,
         shape: KVShape,
+        device: DeviceMemory,
         memory: torch.Tensor,
         share: Share,
         *,
@@ -69,15 +70,18 @@ class BlockPool:
         self.shape = shape
         self.ledger = Ledger(num_rows)
         self.counters = PoolCounters()
+        first_lent = share.num_slots + share.num_staging
+        self._lent = np.arange(first_lent, first_lent + share.num_lent, dtype=np.int32)
+        self._device = device
         self.residency = Residency(
             num_layers=shape.num_layers,
             num_rows=num_rows,
             num_blocks=num_blocks,
-            num_slots=share.num_slots,
+            num_slots=np.concatenate([np.arange(share.num_slots, dtype=np.int32), self._lent]),
             num_host_slots=share.num_host_slots,
             num_extents=share.num_extents,
         )
-        self.arena = DeviceArena(shape, memory, share.num_slots + share.num_staging, poison=poison)
+        self.arena = DeviceArena(shape, memory, first_lent + share.num_lent, poison=poison)
         self.homes = homes
         self.mover = mover
         self.staging = np.arange(
@@ -129,9 +133,40 @@ class BlockPool:
         else:
             self._reap()
         self._num_blocks[row] = np.maximum(self._num_blocks[row], wanted)
-        held = self.residency.num_slots - self.residency.num_free_slots + len(self.staging)
-        self.counters.peak_bytes = max(self.counters.peak_bytes, held * self.shape.block_bytes)
+        self._note_use()
         return ForwardPass(self, row, frontier, new, num_queries, with_signal=with_signal)
+
+    def tokens_at_once(self, row: int, at_most: int) -> int:
+        """Return how many tokens of a row one pass can take beside what the other rows need."""
+        if not self.is_offloading:
+            return at_most
+        block_size = self.shape.block_size
+        others = int((np.delete(self._num_blocks, row) > 0).sum())
+        blocks = self.residency.num_slots // self.shape.num_layers - others
+        tokens = (blocks - 1) * block_size + 1
+        if tokens > block_size:
+            tokens -= tokens % block_size
+        return max(1, min(at_most, tokens))
+
+    def return_lent(self) -> None:
+        """Give the slots on loan back: blocks in them leave, the least recently used first.
+
+        Raises:
+            SpillError: a move failed.
+        """
+        if not len(self._lent):
+            return
+        self._finish_moves()
+        left = self.residency.num_slots - len(self._lent)
+        held = self.residency.num_slots - self.residency.num_free_slots
+        if held > left:
+            units = lru.victims(self.residency, self.residency.demotable(), held - left)
+            self.arena.freed(self.residency.demote(units))
+        source, target = self.residency.retire_slots(self._lent)
+        self.arena.copy(source, target)
+        self.arena.freed(self._lent)
+        self._lent = self._lent[:0]
+        self._note_use()
 
     def settle(self, row: int, num_accepted: int) -> None:
         """Commit the first `num_accepted` provisional tokens of a row and roll the others back."""
@@ -192,6 +227,10 @@ class BlockPool:
 
     def _units_of(self, row: int, first: int, end: int) -> Units:
         return self.residency.units(self._layers[:, None], row, np.arange(first, end)[None, :])
+
+    def _note_use(self) -> None:
+        held = self.residency.num_slots - self.residency.num_free_slots + len(self.staging)
+        self._device.note_use(id(self), held * self.shape.block_bytes)
 
     def _drop(self, units: Units) -> None:
         self.arena.freed(self.residency.drop(units))
