@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from specoffload.config import format_bytes
 from specoffload.errors import BudgetError
 
-_STAGING_HALF = 8
+_STAGING_HALF = 16
 """Blocks in one half of the staging area, where there is room for it: enough to make a load worth
 its start, few enough to leave the budget to blocks that stay."""
 _STAGING_PART = 8
