@@ -28,10 +28,12 @@ def attend(owner_of_block: list[int], owner: int) -> kernels.AttentionPart:
     return kernels.paged_attention(q, arena, table, kv_len - NUM_Q, kv_len, scale=0.25)
 
 
-@given(st.lists(st.integers(0, 3), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
-def test_parts_merge_to_the_whole(owners: list[int]) -> None:
-    whole = attend([0] * NUM_BLOCKS, 0)
-    merged = kernels.merge([attend(owners, owner) for owner in range(4)])
+@pytest.mark.parametrize("backend", kernels.available_backends())
+@given(owners=st.lists(st.integers(0, 3), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS))
+def test_parts_merge_to_the_whole(backend: str, owners: list[int]) -> None:
+    with kernels.forced_backend(backend):
+        whole = attend([0] * NUM_BLOCKS, 0)
+        merged = kernels.merge([attend(owners, owner) for owner in range(4)])
     torch.testing.assert_close(merged.out_BQHD, whole.out_BQHD, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(merged.lse_BHQ, whole.lse_BHQ, rtol=0, atol=TOLERANCE)
     assert merged.out_BQHD.is_contiguous()
@@ -39,23 +41,27 @@ def test_parts_merge_to_the_whole(owners: list[int]) -> None:
     assert torch.equal(merged.block_lse_BHQN, whole.block_lse_BHQN)
 
 
+@pytest.mark.parametrize("backend", kernels.available_backends())
 @pytest.mark.parametrize("num_parts", [1, 2])
-def test_sinks_dilute_the_output_alone(num_parts: int) -> None:
+def test_sinks_dilute_the_output_alone(backend: str, num_parts: int) -> None:
     parts = [attend([0, 1, 0, 1, 1], owner) for owner in range(num_parts)]
     sinks = torch.linspace(-3, 3, Q_HEADS)
-    merged = kernels.merge(parts, sinks_H=sinks)
+    with kernels.forced_backend(backend):
+        merged = kernels.merge(parts, sinks_H=sinks)
+        undiluted = kernels.merge(parts)
     expected = merge_reference.merge(parts, sinks_H=sinks)
     torch.testing.assert_close(merged.out_BQHD, expected.out_BQHD.float(), rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(merged.lse_BHQ, expected.lse_BHQ.float(), rtol=0, atol=TOLERANCE)
-    undiluted = kernels.merge(parts)
     assert torch.equal(merged.lse_BHQ, undiluted.lse_BHQ)
     assert merged.out_BQHD.abs().sum() < undiluted.out_BQHD.abs().sum()
 
 
+@pytest.mark.parametrize("backend", kernels.available_backends())
 @pytest.mark.parametrize("sinks", [None, torch.zeros(Q_HEADS)])
-def test_nothing_merges_to_nothing(sinks: torch.Tensor | None) -> None:
+def test_nothing_merges_to_nothing(backend: str, sinks: torch.Tensor | None) -> None:
     empty = attend([0] * NUM_BLOCKS, 1)
-    merged = kernels.merge([empty, empty], sinks_H=sinks)
+    with kernels.forced_backend(backend):
+        merged = kernels.merge([empty, empty], sinks_H=sinks)
     assert merged.out_BQHD.eq(0).all()
     assert merged.lse_BHQ.isneginf().all()
 

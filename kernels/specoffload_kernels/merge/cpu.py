@@ -1,4 +1,4 @@
-"""Merge in torch, on any device."""
+"""Merge on the CPU: the native library, else operations of torch."""
 
 from __future__ import annotations
 
@@ -6,35 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
+from specoffload_kernels.merge import elementwise
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.selection import selected
 
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
     """Combine parts; see ``specoffload_kernels.merge``."""
     if len(parts) == 1 and sinks_H is None:
         return parts[0]
-    lse_BHQ = parts[0].lse_BHQ
-    for part in parts[1:]:
-        lse_BHQ = torch.logaddexp(lse_BHQ, part.lse_BHQ)
-    norm_BHQ = lse_BHQ
-    if sinks_H is not None:
-        norm_BHQ = torch.logaddexp(lse_BHQ, sinks_H.float()[:, None])
-    # A query that saw nothing has -inf on both sides of the difference.
-    norm_BHQ = norm_BHQ.masked_fill(norm_BHQ.isneginf(), 0.0)
-
-    out_BQHD: torch.Tensor | None = None
-    for part in parts:
-        share_BQH1 = torch.exp(part.lse_BHQ - norm_BHQ).transpose(1, 2)[..., None]
-        if out_BQHD is None:
-            out_BQHD = part.out_BQHD * share_BQH1
-        else:
-            out_BQHD.addcmul_(part.out_BQHD, share_BQH1)
-    assert out_BQHD is not None
-
-    block_lse_BHQN = parts[0].block_lse_BHQN
-    for part in parts[1:]:
-        if block_lse_BHQN is None or part.block_lse_BHQN is None:
-            block_lse_BHQN = None
-            break
-        block_lse_BHQN = torch.maximum(block_lse_BHQN, part.block_lse_BHQN)
-    return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
+    library = selected().library
+    if library is None or parts[0].out_BQHD.device.type != "cpu":
+        return elementwise.merge(parts, sinks_H=sinks_H)
+    return library.merge(parts, sinks_H)

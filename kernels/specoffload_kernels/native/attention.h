@@ -45,6 +45,18 @@ struct AppendCall {
   int64_t num_rows, num_heads, num_q, num_slots, block_size, token_bytes;
 };
 
+// Must match `_MergeCall` in native/library.py likewise. Everything is float32 and contiguous.
+struct MergeCall {
+  const float* const* outs;        // P x [B, Q, Hq, D]
+  const float* const* lses;        // P x [B, Hq, Q]
+  const float* const* block_lses;  // P x [B, Hq, Q, N], or null
+  const float* sinks;              // [Hq], or null
+  float* out;
+  float* lse;
+  float* block_lse;
+  int64_t num_parts, num_rows, num_q, num_q_heads, head_dim, num_blocks;
+};
+
 // Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of one kv head of one row.
 struct Task {
   int64_t row, head, i_begin, i_end, j_begin, j_end;

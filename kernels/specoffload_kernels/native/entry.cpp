@@ -224,3 +224,37 @@ EXPORT int64_t specoffload_append(const AppendCall* call) {
     }
   return 0;
 }
+
+// Combines parts over disjoint sets of blocks by their log-sum-exp.
+EXPORT void specoffload_merge(const MergeCall* call) {
+  const MergeCall& c = *call;
+  const float nothing = -std::numeric_limits<float>::infinity();
+  for (int64_t row = 0; row < c.num_rows; ++row)
+    for (int64_t head = 0; head < c.num_q_heads; ++head)
+      for (int64_t i = 0; i < c.num_q; ++i) {
+        const int64_t at = (row * c.num_q_heads + head) * c.num_q + i;
+        float* out = c.out + ((row * c.num_q + i) * c.num_q_heads + head) * c.head_dim;
+        std::fill(out, out + c.head_dim, 0.0f);
+        float best = nothing;
+        for (int64_t p = 0; p < c.num_parts; ++p) best = std::max(best, c.lses[p][at]);
+        c.lse[at] = nothing;
+        if (best > nothing) {
+          double sum = 0;
+          for (int64_t p = 0; p < c.num_parts; ++p) sum += std::exp(double(c.lses[p][at]) - best);
+          c.lse[at] = static_cast<float>(best + std::log(sum));
+          if (c.sinks) sum += std::exp(double(c.sinks[head]) - best);
+          for (int64_t p = 0; p < c.num_parts; ++p) {
+            const float share = static_cast<float>(std::exp(double(c.lses[p][at]) - best) / sum);
+            const float* part = c.outs[p] + (out - c.out);
+            for (int64_t d = 0; d < c.head_dim; ++d) out[d] += share * part[d];
+          }
+        }
+        if (!c.block_lses) continue;
+        float* block_lse = c.block_lse + at * c.num_blocks;
+        std::copy_n(c.block_lses[0] + at * c.num_blocks, c.num_blocks, block_lse);
+        for (int64_t p = 1; p < c.num_parts; ++p) {
+          const float* part = c.block_lses[p] + at * c.num_blocks;
+          for (int64_t j = 0; j < c.num_blocks; ++j) block_lse[j] = std::max(block_lse[j], part[j]);
+        }
+      }
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -62,6 +63,18 @@ class _AppendCall(ctypes.Structure):
     )
 
 
+class _MergeCall(ctypes.Structure):
+    """``MergeCall`` of attention.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("outs", "lses", "block_lses", "sinks")),
+        *((name, _POINTER) for name in ("out", "lse", "block_lse")),
+        *((f"num_{name}", _INT) for name in ("parts", "rows", "q", "q_heads")),
+        ("head_dim", _INT),
+        ("num_blocks", _INT),
+    )
+
+
 class NativeLibrary:
     """The loaded library.
 
@@ -85,6 +98,9 @@ class NativeLibrary:
         self._append = library.specoffload_append
         self._append.restype = ctypes.c_int64
         self._append.argtypes = (ctypes.c_void_p,)
+        self._merge = library.specoffload_merge
+        self._merge.restype = None
+        self._merge.argtypes = (ctypes.c_void_p,)
         self._parallel, self.threads_reason = _torch_parallel()
 
     def supports(self, q_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> bool:
@@ -171,6 +187,40 @@ class NativeLibrary:
             )
         return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 
+    def merge(self, parts: Sequence[AttentionPart], sinks_H: torch.Tensor | None) -> AttentionPart:
+        """Combine parts on the CPU; see ``specoffload_kernels.merge``.
+
+        One call releases the interpreter lock once, whatever the number of parts: threads that load
+        the next blocks want it, too.
+        """
+        num_rows, num_q, num_q_heads, head_dim = parts[0].out_BQHD.shape
+        outs = [part.out_BQHD.contiguous() for part in parts]
+        lses = [part.lse_BHQ.contiguous() for part in parts]
+        block_lses = [
+            part.block_lse_BHQN.contiguous() for part in parts if part.block_lse_BHQN is not None
+        ]
+        if len(block_lses) < len(parts):
+            block_lses = []
+        sinks_H = None if sinks_H is None else sinks_H.float().contiguous()
+        out_BQHD, lse_BHQ = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+        block_lse_BHQN = torch.empty_like(block_lses[0]) if block_lses else None
+        pointers = [_pointers(tensors) for tensors in (outs, lses, block_lses)]
+        call = _MergeCall(
+            *(ctypes.addressof(array) if len(array) else None for array in pointers),
+            None if sinks_H is None else sinks_H.data_ptr(),
+            out_BQHD.data_ptr(),
+            lse_BHQ.data_ptr(),
+            None if block_lse_BHQN is None else block_lse_BHQN.data_ptr(),
+            len(parts),
+            num_rows,
+            num_q,
+            num_q_heads,
+            head_dim,
+            0 if block_lse_BHQN is None else block_lse_BHQN.shape[3],
+        )
+        self._merge(ctypes.addressof(call))
+        return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
+
     def append(
         self,
         arena_S2HTD: torch.Tensor,
@@ -220,6 +270,10 @@ class NativeLibrary:
                 f"slots reach {int(slots_BQ.max())} and offsets {int(offsets_BQ.max())} in an "
                 f"arena of {arena_S2HTD.shape[0]} slots of {arena_S2HTD.shape[3]} tokens"
             )
+
+
+def _pointers(tensors: Sequence[torch.Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+    return (_POINTER * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def _laid_out(x_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> torch.Tensor:
