@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from specoffload.hf.attention import attention_configs, paged_attention_enabled
 from specoffload.hf.cache import PagedCache
-from specoffload.tiers.pool import BlockPool, ForwardPass
+from specoffload.tiers.forward import ForwardPass
+from specoffload.tiers.pool import BlockPool
 
 
 class Lane:

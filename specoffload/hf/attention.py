@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from specoffload.tiers.pool import ForwardPass
+from specoffload.tiers.forward import ForwardPass
 
 NAME: Final = "specoffload"
 PASS_KEY: Final = "specoffload_pass"

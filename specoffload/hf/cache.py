@@ -10,7 +10,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specoffload.errors import UnsupportedModelError
 from specoffload.hf.attention import PASS_KEY
 from specoffload.tiers.device import KVShape
-from specoffload.tiers.pool import ForwardPass
+from specoffload.tiers.forward import ForwardPass
 
 
 class PagedLayer(CacheLayerMixin):

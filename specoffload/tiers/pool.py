@@ -1,20 +1,18 @@
-"""One model's paged KV: its arena, its table, its moves, and the forward passes that read it.
+"""One model's paged KV: its arena, its table and its moves.
 
-Knows blocks and tensors, and no models: a forward pass appends keys and values layer by layer and
-attends to everything before them, wherever it lies. Blocks on the device are attended in place; the
-others stream through the staging slots in layer order, half of them loading while the other half is
-read, and the parts are merged by log-sum-exp. So attention is exact at any budget.
+Knows blocks, rows and budgets, and no models. Blocks on the device are attended in place; the
+others stream through the staging slots in layer order (`stream.py`), and the parts are merged by
+log-sum-exp (`forward.py`). So attention is exact at any budget.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from specoffload.core.budget import Share
@@ -22,8 +20,8 @@ from specoffload.core.ledger import Ledger
 from specoffload.core.policy import lru
 from specoffload.core.residency import MoveKind, NoRoomError, Residency, Ticket, Units
 from specoffload.tiers.device import DeviceArena, DeviceMemory, KVShape
+from specoffload.tiers.forward import ForwardPass
 from specoffload.tiers.transfer import Homes, Mover
-from specoffload_kernels import AttentionPart, append, block_mass, merge, paged_attention
 
 _STORE_BATCH = 64
 """Blocks in one store: large enough to be one system call, small enough to free slots soon."""
@@ -312,195 +310,3 @@ class BlockPool:
             self.counters.blocks_written += len(ticket.units)
         else:
             self.counters.bytes_up += moved
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Chunk:
-    """Absent blocks of one layer that fit one half of the staging area."""
-
-    layer: int
-    rows: npt.NDArray[np.int64]
-    blocks: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int32]
-    homes: npt.NDArray[np.int32]
-
-
-class ForwardPass:
-    """One pass of one model over a batch of rows: append each layer's KV, then attend.
-
-    Use as a context manager: leaving it normally moves the frontiers of its rows; leaving it by an
-    exception stops the streaming and changes nothing.
-    """
-
-    def __init__(
-        self,
-        pool: BlockPool,
-        rows: npt.NDArray[np.int64],
-        start: npt.NDArray[np.int64],
-        num_new: npt.NDArray[np.int64],
-        num_queries: int,
-        *,
-        with_signal: bool,
-    ) -> None:
-        self._pool = pool
-        self._rows = rows
-        self._num_new = num_new
-        self._with_signal = with_signal
-        self._parts: list[AttentionPart] = []
-        residency, block_size = pool.residency, pool.shape.block_size
-        end = start + num_new
-        num_blocks = max(1, int(-(-end.max() // block_size)))
-        table_LBN = np.ascontiguousarray(residency.slot[:, rows, :num_blocks])
-        position_BQ = start[:, None] + np.arange(num_queries)
-        is_new_BQ = np.arange(num_queries) < num_new[:, None]
-        block_BQ = np.minimum(position_BQ // block_size, num_blocks - 1)
-        slot_LBQ = np.where(
-            is_new_BQ,
-            np.take_along_axis(table_LBN, block_BQ[None].repeat(len(table_LBN), 0), 2),
-            -1,
-        )
-        # Padding queries stay within the model's positions; what they compute is never used.
-        self.positions_BQ = torch.from_numpy(
-            np.minimum(position_BQ, np.maximum(end - 1, 0)[:, None])
-        )
-        self._table_LBN = torch.from_numpy(table_LBN)
-        self._slot_LBQ = torch.from_numpy(slot_LBQ)
-        self._offset_BQ = torch.from_numpy(position_BQ % block_size)
-        self._start_B = torch.from_numpy(start)
-        self._end_B = torch.from_numpy(end)
-        self._stream = _Stream(pool, rows, num_blocks)
-
-    def append(self, layer: int, k_BHQD: torch.Tensor, v_BHQD: torch.Tensor) -> None:
-        """Write a layer's new keys and values behind the frontier of each row."""
-        append(self._pool.arena.tensor, k_BHQD, v_BHQD, self._slot_LBQ[layer], self._offset_BQ)
-
-    def attend(
-        self,
-        layer: int,
-        q_BHQD: torch.Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks_H: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return attention of the queries over everything at or before them, `[B, Q, Hq, D]`.
-
-        Raises:
-            SpillError: a block could not be read back, or did not match its checksum.
-        """
-        arena = self._pool.arena.tensor
-
-        def part(table_BN: torch.Tensor) -> AttentionPart:
-            return paged_attention(
-                q_BHQD,
-                arena,
-                table_BN,
-                self._start_B,
-                self._end_B,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                with_block_lse=self._with_signal,
-            )
-
-        parts = [part(self._table_LBN[layer])]
-        parts += [part(table_BN) for table_BN in self._stream.tables(layer)]
-        merged = merge(parts, sinks_H=sinks_H)
-        if self._with_signal:
-            self._parts.append(merged)
-        return merged.out_BQHD.to(q_BHQD.dtype)
-
-    def mass(self, num_rows: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return each block's mass over the first `num_rows[b]` queries of a row.
-
-        Returns:
-            `[layer, row, kv_head, block]`; sums to 1 over blocks.
-
-        Precondition: the pass is complete and was begun `with_signal`.
-        """
-        block_lse = torch.stack(
-            [part.block_lse_BHQN for part in self._parts if part.block_lse_BHQN is not None]
-        )
-        lse = torch.stack([part.lse_BHQ for part in self._parts])
-        mass: npt.NDArray[np.float32] = block_mass(
-            block_lse, lse, self._pool.shape.num_kv_heads, torch.tensor(num_rows)
-        ).numpy()
-        return mass
-
-    def __enter__(self) -> ForwardPass:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._stream.close()
-        if kind is None:
-            self._pool.ledger.advance(self._rows, self._num_new)
-
-    def cancel(self) -> None:
-        """Give up a pass that will not run. Idempotent."""
-        self._stream.close()
-
-
-class _Stream:
-    """Brings a pass's absent blocks through the two halves of the staging area, in layer order."""
-
-    def __init__(self, pool: BlockPool, rows: npt.NDArray[np.int64], num_blocks: int) -> None:
-        self._pool = pool
-        self._num_rows = len(rows)
-        self._num_blocks = num_blocks
-        self._chunks = list(self._plan(rows)) if pool.is_offloading else []
-        self._next = 0
-        self._loads: deque[Future[None]] = deque()
-        self._submit()
-        self._submit()
-
-    def tables(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yield a block table `[B, N]` for each chunk of a layer, while it lies in staging."""
-        while self._next - len(self._loads) < len(self._chunks):
-            chunk = self._chunks[self._next - len(self._loads)]
-            if chunk.layer != layer:
-                break
-            # Protects the staging slots' new contents from being read before the load wrote them.
-            self._pool.mover.wait(self._loads[0])
-            table_BN = np.full((self._num_rows, self._num_blocks), -1, np.int32)
-            table_BN[chunk.rows, chunk.blocks] = chunk.slots
-            yield torch.from_numpy(table_BN)
-            # The reader is done with this half: only now may the next load write it.
-            self._loads.popleft()
-            self._pool.counters.bytes_up += len(chunk.slots) * self._pool.shape.block_bytes
-            self._submit()
-
-    def close(self) -> None:
-        """Stop; return when no load writes the staging slots any more."""
-        for future in self._loads:
-            if not future.cancel():
-                future.exception()
-        self._loads.clear()
-        self._chunks = []
-
-    def _plan(self, rows: npt.NDArray[np.int64]) -> Iterator[_Chunk]:
-        pool = self._pool
-        half = len(pool.staging) // 2
-        residency = pool.residency
-        absent = residency.stored & (residency.slot < 0)
-        parity = 0
-        for layer in range(pool.shape.num_layers):
-            row, block = np.nonzero(absent[layer, rows, : self._num_blocks])
-            for start in range(0, len(row), half):
-                part = slice(start, start + half)
-                count = len(row[part])
-                yield _Chunk(
-                    layer=layer,
-                    rows=row[part],
-                    blocks=block[part],
-                    slots=pool.staging[parity * half : parity * half + count],
-                    homes=residency.home[layer, rows[row[part]], block[part]],
-                )
-                parity ^= 1
-
-    def _submit(self) -> None:
-        if self._next < len(self._chunks):
-            chunk = self._chunks[self._next]
-            pool = self._pool
-            self._loads.append(pool.mover.load(pool.homes, pool.arena, chunk.slots, chunk.homes))
-            self._next += 1

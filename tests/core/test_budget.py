@@ -62,6 +62,17 @@ def test_budgets_are_hard_and_everything_has_a_place(
     assert host_used <= host
 
 
+def test_the_target_may_use_the_draft_s_memory_until_the_draft_starts() -> None:
+    target = Need(block_bytes=1000, total=1000, working=10)
+    draft = Need(block_bytes=300, total=100, working=4)
+    target_share, draft_share = split(
+        [target, draft], device_bytes=200_000, host_bytes=0, has_disk=True
+    )
+    draft_bytes = (draft_share.num_slots + draft_share.num_staging) * 300
+    assert draft_bytes - 1000 < target_share.num_lent * 1000 <= draft_bytes
+    assert draft_share.num_lent == 0
+
+
 def test_everything_fits_without_a_budget() -> None:
     need = Need(block_bytes=512, total=100, working=10)
     (share,) = split([need], device_bytes=None, host_bytes=0, has_disk=False)

@@ -169,6 +169,25 @@ class ResidencyMachine(RuleBasedStateMachine):
 TestResidency = ResidencyMachine.TestCase
 
 
+def test_slots_that_are_retired_lose_no_block() -> None:
+    places = np.array([0, 1, 2, 7, 8, 9], np.int32)
+    table = Residency(num_layers=1, num_rows=1, num_blocks=4, num_slots=places)
+    units = table.units(0, 0, np.arange(4))
+    slots = table.claim(units)
+    memory = np.full(10, POISON)
+    memory[slots] = units
+    with pytest.raises(NoRoomError, match="4 blocks do not fit 3 slots"):
+        table.retire_slots(places[3:])
+    table.drop(units[:1])
+    source, target = table.retire_slots(places[3:])
+    memory[target] = memory[source]
+    assert table.num_slots == 3
+    assert table.num_free_slots == 0
+    assert (memory[table.slot.ravel()[units[1:]]] == units[1:]).all()
+    assert table.slot.max() < 3
+    table.check()
+
+
 def test_host_slots_are_taken_before_extents() -> None:
     table = make()
     units = table.units(0, 0, np.arange(4))
