@@ -67,6 +67,7 @@ def _examine(disk: Path) -> Iterator[Finding]:
     yield _accelerator()
     yield _memory()
     yield _kernel()
+    yield from _operations()
     yield _disk(disk)
     yield _demo_pair()
     yield _self_check()
@@ -129,6 +130,16 @@ def _kernel() -> Finding:
         topic="attention",
         text=f"{name} (" + ", ".join(f"{key}: {value}" for key, value in about.items()) + ")",
     )
+
+
+def _operations() -> Iterator[Finding]:
+    """Say which path each operation of the kernels takes on each device."""
+    for device, path_of in specoffload_kernels.operation_paths().items():
+        served: dict[str, list[str]] = {}
+        for name, path in path_of.items():
+            served.setdefault(path, []).append(name)
+        text = "; ".join(f"{path}: {', '.join(names)}" for path, names in served.items())
+        yield Finding(topic=f"kernels {device}", text=text)
 
 
 def _disk(folder: Path) -> Finding:

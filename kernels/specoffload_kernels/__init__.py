@@ -11,6 +11,7 @@ from specoffload_kernels.dispatch import (
     block_mass,
     describe,
     merge,
+    operation_paths,
     paged_attention,
 )
 from specoffload_kernels.native.build import NativeUnavailableError
@@ -28,5 +29,6 @@ __all__ = [
     "describe",
     "forced_backend",
     "merge",
+    "operation_paths",
     "paged_attention",
 ]

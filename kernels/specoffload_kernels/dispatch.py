@@ -1,4 +1,7 @@
-"""The public operations: checks arguments and picks a path by device."""
+"""The public operations: checks arguments and calls what torch knows under their names.
+
+Torch picks the path by device; see ``registry``.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ from collections.abc import Sequence
 
 import torch
 
-from specoffload_kernels.append import cpu as append_cpu
-from specoffload_kernels.append import scattered
-from specoffload_kernels.block_mass import cpu as block_mass_cpu
-from specoffload_kernels.merge import cpu as merge_cpu
-from specoffload_kernels.paged_attention import cpu as paged_attention_cpu
-from specoffload_kernels.paged_attention import gathered
+from specoffload_kernels.gpu import gpu_path
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.registry import OPERATIONS
 from specoffload_kernels.selection import selected
+
+_paged_attention = OPERATIONS["paged_attention"].overload
+_append = OPERATIONS["append"].overload
+_merge = OPERATIONS["merge"].overload
+_block_mass = OPERATIONS["block_mass"].overload
 
 
 def paged_attention(
@@ -54,11 +58,7 @@ def paged_attention(
         IndexError: The table names a slot that the arena lacks.
     """
     _check_attention(q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, window)
-    # Other devices take the torch path, which knows no device.
-    attend = (
-        paged_attention_cpu.paged_attention if arena_S2HTD.device.type == "cpu" else gathered.attend
-    )
-    return attend(
+    out_BQHD, lse_BHQ, block_lse_BHQN = _paged_attention(
         q_BHQD,
         arena_S2HTD,
         table_BN,
@@ -69,6 +69,7 @@ def paged_attention(
         softcap=softcap,
         with_block_lse=with_block_lse,
     )
+    return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 
 
 def append(
@@ -107,8 +108,7 @@ def append(
             f"{tuple(slots_BQ.shape)} and offsets {tuple(offsets_BQ.shape)} [B, Q] must fit each "
             f"other and the arena {tuple(arena_S2HTD.shape)} [S, 2, H, T, D]"
         )
-    write = append_cpu.append if arena_S2HTD.device.type == "cpu" else scattered.append
-    write(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
+    _append(arena_S2HTD, k_BHQD, v_BHQD, slots_BQ, offsets_BQ)
 
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
@@ -128,7 +128,16 @@ def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None
     """
     if not parts:
         raise ValueError("merge got 0 parts and needs at least 1")
-    return merge_cpu.merge(parts, sinks_H=sinks_H)
+    if len(parts) == 1 and sinks_H is None:
+        return parts[0]
+    block_lses = [part.block_lse_BHQN for part in parts if part.block_lse_BHQN is not None]
+    out_BQHD, lse_BHQ, block_lse_BHQN = _merge(
+        [part.out_BQHD for part in parts],
+        [part.lse_BHQ for part in parts],
+        block_lses if len(block_lses) == len(parts) else [],
+        sinks_H=sinks_H,
+    )
+    return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 
 
 def block_mass(
@@ -154,7 +163,8 @@ def block_mass(
             f"block_mass got {lse.shape[-2]} query heads for {num_kv_heads} kv heads; "
             "the first must be a multiple of the second"
         )
-    return block_mass_cpu.block_mass(block_lse, lse, num_kv_heads, num_rows)
+    mass: torch.Tensor = _block_mass(block_lse, lse, num_kv_heads, num_rows)
+    return mass
 
 
 def backend() -> str:
@@ -179,6 +189,18 @@ def describe() -> dict[str, object]:
         "library": None if library is None else str(library.path),
         "threads": (library.threads_reason if library is not None else None) or "torch's",
     }
+
+
+def operation_paths() -> dict[str, dict[str, str]]:
+    """Return, for each device that is here, the path of every operation, for a person to read.
+
+    A path on the GPU that is not Triton comes with its reason.
+    """
+    native = backend()
+    paths = {"cpu": {op.name: native if op.is_native else "torch" for op in OPERATIONS.values()}}
+    if torch.cuda.is_available():
+        paths["cuda"] = {name: str(gpu_path(name)) for name in OPERATIONS}
+    return paths
 
 
 def _check_attention(

@@ -69,6 +69,11 @@ def forced_backend(name: str) -> Iterator[None]:
         _forced = before
 
 
+def torch_is_forced() -> bool:
+    """Say whether the torch path was asked for, on every device."""
+    return _asked() == "torch" if _forced is None else _forced.backend == "torch"
+
+
 @functools.cache
 def available_backends() -> tuple[str, ...]:
     """Return the paths that run here, the fastest first."""
@@ -81,8 +86,8 @@ def available_backends() -> tuple[str, ...]:
 
 @functools.cache
 def _default() -> Selection:
-    asked = os.environ.get(_VARIABLE, "").strip().lower()
-    if asked not in ("", "auto"):
+    asked = _asked()
+    if asked != "auto":
         return _choose(asked, f"{_VARIABLE}={asked}")
     try:
         library = _library()
@@ -91,6 +96,11 @@ def _default() -> Selection:
         return Selection(backend="torch", reason=str(error), library=None)
     name = f"native-{library.isa.name.lower()}"
     return Selection(backend=name, reason="the best that this processor runs", library=library)
+
+
+@functools.cache
+def _asked() -> str:
+    return os.environ.get(_VARIABLE, "").strip().lower() or "auto"
 
 
 def _choose(name: str, reason: str) -> Selection:

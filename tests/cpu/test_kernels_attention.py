@@ -2,68 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_cases import Shape
 
 import specoffload_kernels as kernels
 from specoffload_kernels.paged_attention import reference
 
 BACKENDS = kernels.available_backends()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One call. Lengths are the tokens stored per row, the queries' own included."""
-
-    heads: int = 2
-    groups: int = 3
-    head_dim: int = 64
-    block_size: int = 16
-    num_q: int = 5
-    lengths: tuple[int, ...] = (130, 77, 5)
-    window: int | None = None
-    softcap: float | None = None
-    absent: tuple[tuple[int, int], ...] = ()  # (row, block)
-    dtype: torch.dtype = torch.float32
-
-    def arguments(self, seed: int = 0) -> dict[str, object]:
-        """Draw the tensors; memory that no query may see is NaN."""
-        generator = torch.Generator().manual_seed(seed)
-        num_blocks = max(1, -(-max(self.lengths) // self.block_size))
-        rows = len(self.lengths)
-        num_slots = rows * num_blocks + 2
-        shape = (num_slots, 2, self.heads, self.block_size, self.head_dim)
-        arena = torch.randn(shape, generator=generator)
-        table = torch.randperm(num_slots, generator=generator)[: rows * num_blocks]
-        table = table.view(rows, num_blocks).int()
-        kv_len = torch.tensor(self.lengths)
-        q_start = (kv_len - self.num_q).clamp(min=0)
-        first = q_start - self.window + 1 if self.window else torch.zeros_like(q_start)
-        pos = torch.arange(num_blocks * self.block_size).view(num_blocks, self.block_size)
-        seen = (pos >= first[:, None, None]) & (pos < kv_len[:, None, None])
-        for row, block in self.absent:
-            seen[row, block] = False
-        readable = torch.zeros(num_slots, self.block_size, dtype=torch.bool)
-        readable[table.long()] = seen
-        for row, block in self.absent:
-            table[row, block] = -1
-        arena = arena.masked_fill(~readable[:, None, None, :, None], torch.nan)
-        q_shape = (rows, self.num_q, self.heads * self.groups, self.head_dim)
-        q = torch.randn(q_shape, generator=generator).transpose(1, 2)
-        return {
-            "q_BHQD": q.to(self.dtype),
-            "arena_S2HTD": arena.to(self.dtype),
-            "table_BN": table,
-            "q_start_B": q_start,
-            "kv_len_B": kv_len,
-            "scale": self.head_dim**-0.5,
-            "window": self.window,
-            "softcap": self.softcap,
-        }
 
 
 def assert_close(

@@ -13,9 +13,7 @@ from specoffload_kernels.selection import selected
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
     """Combine parts; see ``specoffload_kernels.merge``."""
-    if len(parts) == 1 and sinks_H is None:
-        return parts[0]
     library = selected().library
-    if library is None or parts[0].out_BQHD.device.type != "cpu":
+    if library is None:
         return elementwise.merge(parts, sinks_H=sinks_H)
     return library.merge(parts, sinks_H)

@@ -11,9 +11,7 @@ from specoffload_kernels.part import AttentionPart
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
     """Combine parts; see ``specoffload_kernels.merge``."""
-    if len(parts) == 1 and sinks_H is None:
-        return parts[0]
-    lse_BHQ = parts[0].lse_BHQ
+    lse_BHQ = parts[0].lse_BHQ.clone()
     for part in parts[1:]:
         lse_BHQ = torch.logaddexp(lse_BHQ, part.lse_BHQ)
     norm_BHQ = lse_BHQ
@@ -31,10 +29,10 @@ def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None
             out_BQHD.addcmul_(part.out_BQHD, share_BQH1)
     assert out_BQHD is not None
 
-    block_lse_BHQN = parts[0].block_lse_BHQN
-    for part in parts[1:]:
-        if block_lse_BHQN is None or part.block_lse_BHQN is None:
-            block_lse_BHQN = None
-            break
-        block_lse_BHQN = torch.maximum(block_lse_BHQN, part.block_lse_BHQN)
+    block_lses = [part.block_lse_BHQN for part in parts if part.block_lse_BHQN is not None]
+    block_lse_BHQN = None
+    if len(block_lses) == len(parts):
+        block_lse_BHQN = block_lses[0].clone()
+        for other_BHQN in block_lses[1:]:
+            block_lse_BHQN = torch.maximum(block_lse_BHQN, other_BHQN)
     return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from specoffload_kernels.paged_attention import gathered
@@ -41,20 +43,11 @@ def paged_attention(
         return gathered.prefill(
             q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, scale=scale, window=window
         )
-    if library is None:
-        return gathered.attend(
-            q_BHQD,
-            arena_S2HTD,
-            table_BN,
-            q_start_B,
-            kv_len_B,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            with_block_lse=with_block_lse,
-        )
-    assert selection.isa is not None
-    return library.paged_attention(
+    attend = gathered.attend
+    if library is not None:
+        assert selection.isa is not None
+        attend = functools.partial(library.paged_attention, isa=selection.isa)
+    return attend(
         q_BHQD,
         arena_S2HTD,
         table_BN,
@@ -64,5 +57,4 @@ def paged_attention(
         window=window,
         softcap=softcap,
         with_block_lse=with_block_lse,
-        isa=selection.isa,
     )

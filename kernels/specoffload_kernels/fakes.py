@@ -1,0 +1,52 @@
+"""Shapes and types of every operation's results; knows no values, so it runs on fake tensors.
+
+Each function takes what the schema of its operation takes and names only what shapes depend on.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+def paged_attention(
+    q_BHQD: torch.Tensor,
+    _arena_S2HTD: torch.Tensor,
+    table_BN: torch.Tensor,
+    *_: object,
+    with_block_lse: bool = True,
+    **_options: object,
+) -> _Part:
+    """Return ``out_BQHD``, ``lse_BHQ`` and ``block_lse_BHQN``, all float32 and contiguous."""
+    num_rows, num_q_heads, num_q, head_dim = q_BHQD.shape
+    shape_BHQ = (num_rows, num_q_heads, num_q)
+    out_BQHD = q_BHQD.new_empty((num_rows, num_q, num_q_heads, head_dim), dtype=torch.float32)
+    lse_BHQ = out_BQHD.new_empty(shape_BHQ)
+    block_lse_BHQN = out_BQHD.new_empty((*shape_BHQ, table_BN.shape[1])) if with_block_lse else None
+    return out_BQHD, lse_BHQ, block_lse_BHQN
+
+
+def append(*_: object) -> None:
+    """Return nothing: the arena is written in place."""
+
+
+def merge(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    block_lses: list[torch.Tensor],
+    **_options: object,
+) -> _Part:
+    """Return what the parts have, of the same shapes and contiguous."""
+    return (
+        outs[0].new_empty(outs[0].shape),
+        lses[0].new_empty(lses[0].shape),
+        block_lses[0].new_empty(block_lses[0].shape) if block_lses else None,
+    )
+
+
+def block_mass(
+    block_lse: torch.Tensor, _lse: torch.Tensor, num_kv_heads: int, _num_rows: torch.Tensor
+) -> torch.Tensor:
+    """Return ``[..., B, H, N]``."""
+    return block_lse.new_empty((*block_lse.shape[:-3], num_kv_heads, block_lse.shape[-1]))

@@ -1,0 +1,167 @@
+"""Calls of every operation of the kernels package, in the terms of its schema.
+
+Memory that an operation may not read is NaN. `CASES` must name every operation: the tests of the
+registry walk over both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call.
+
+    Attributes:
+        label: what is odd about it.
+        args: positional arguments of the schema.
+        kwargs: keyword-only arguments of the schema.
+        dtype: entry of the table of accuracies that the results are held to.
+    """
+
+    label: str
+    args: tuple[object, ...]
+    kwargs: dict[str, object] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One call of paged attention. Lengths are the tokens stored per row, the queries' included."""
+
+    heads: int = 2
+    groups: int = 3
+    head_dim: int = 64
+    block_size: int = 16
+    num_q: int = 5
+    lengths: tuple[int, ...] = (130, 77, 5)
+    window: int | None = None
+    softcap: float | None = None
+    absent: tuple[tuple[int, int], ...] = ()  # (row, block)
+    dtype: torch.dtype = torch.float32
+
+    def arguments(self, seed: int = 0) -> dict[str, object]:
+        """Draw the tensors; memory that no query may see is NaN."""
+        generator = torch.Generator().manual_seed(seed)
+        num_blocks = max(1, -(-max(self.lengths) // self.block_size))
+        rows = len(self.lengths)
+        num_slots = rows * num_blocks + 2
+        shape = (num_slots, 2, self.heads, self.block_size, self.head_dim)
+        arena = torch.randn(shape, generator=generator)
+        table = torch.randperm(num_slots, generator=generator)[: rows * num_blocks]
+        table = table.view(rows, num_blocks).int()
+        kv_len = torch.tensor(self.lengths)
+        q_start = (kv_len - self.num_q).clamp(min=0)
+        first = q_start - self.window + 1 if self.window else torch.zeros_like(q_start)
+        pos = torch.arange(num_blocks * self.block_size).view(num_blocks, self.block_size)
+        seen = (pos >= first[:, None, None]) & (pos < kv_len[:, None, None])
+        for row, block in self.absent:
+            seen[row, block] = False
+        readable = torch.zeros(num_slots, self.block_size, dtype=torch.bool)
+        readable[table.long()] = seen
+        for row, block in self.absent:
+            table[row, block] = -1
+        arena = arena.masked_fill(~readable[:, None, None, :, None], torch.nan)
+        q_shape = (rows, self.num_q, self.heads * self.groups, self.head_dim)
+        q = torch.randn(q_shape, generator=generator).transpose(1, 2)
+        return {
+            "q_BHQD": q.to(self.dtype),
+            "arena_S2HTD": arena.to(self.dtype),
+            "table_BN": table,
+            "q_start_B": q_start,
+            "kv_len_B": kv_len,
+            "scale": self.head_dim**-0.5,
+            "window": self.window,
+            "softcap": self.softcap,
+        }
+
+
+def _poisoned(*shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan)
+
+
+def _paged_attention() -> Iterator[Case]:
+    shapes = {
+        "ragged rows, absent blocks": Shape(absent=((0, 0), (0, 3), (2, 0))),
+        "odd everything": Shape(heads=1, groups=7, head_dim=20, block_size=7, lengths=(50, 49, 7)),
+        "window and softcap": Shape(window=9, softcap=5.0, num_q=17, lengths=(130, 77, 17)),
+        "head_dim that no vector divides": Shape(head_dim=6, num_q=1),
+        "empty row": Shape(num_q=1, lengths=(0, 40)),
+        "no queries": Shape(num_q=0, lengths=(40, 3)),
+        "bfloat16": Shape(dtype=torch.bfloat16, head_dim=80),
+        "float16": Shape(dtype=torch.float16, num_q=2, lengths=(33, 16)),
+    }
+    for label, shape in shapes.items():
+        arguments = shape.arguments()
+        args = tuple(value for value in arguments.values() if isinstance(value, torch.Tensor))
+        kwargs = {name: arguments[name] for name in ("scale", "window", "softcap")}
+        yield Case(label=label, args=args, kwargs=kwargs, dtype=shape.dtype)
+        if shape.num_q == 1:
+            bare = {**kwargs, "with_block_lse": False}
+            yield Case(label=f"{label}, no sums", args=args, kwargs=bare, dtype=shape.dtype)
+
+
+def _append() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        k, v = torch.randn((2, 3, 4, 2, 12), generator=generator).transpose(2, 3)
+        pos = torch.tensor([[6], [0], [13]]) + torch.arange(4)
+        slots = torch.randperm(9, generator=generator).view(3, 3).gather(1, pos // 8)
+        slots[1, 2:] = -1
+        k[1, :, 2:], v[1, :, 2:] = torch.nan, torch.nan
+        arena = _poisoned(9, 2, 2, 8, 12).to(dtype)
+        yield Case(label=f"{dtype}, a ragged row", args=(arena, k, v, slots, pos % 8), dtype=dtype)
+        args = (arena, k[:, :, :0], v[:, :, :0], slots[:, :0].int(), pos[:, :0].int())
+        yield Case(label=f"{dtype}, no tokens", args=args, dtype=dtype)
+
+
+def _parts(num_parts: int, shape_BHQ: tuple[int, int, int], num_blocks: int) -> list[torch.Tensor]:
+    """Stacks of parts over disjoint blocks: out, lse and block_lse; the last row saw nothing."""
+    generator = torch.Generator().manual_seed(num_parts)
+    num_rows, num_q_heads, num_q = shape_BHQ
+    block_lse_PBHQN = torch.randn((num_parts, *shape_BHQ, num_blocks), generator=generator)
+    owner_N = torch.arange(num_blocks) % num_parts
+    seen_PBHQN = (owner_N == torch.arange(num_parts)[:, None])[:, None, None, None]
+    block_lse_PBHQN = block_lse_PBHQN.masked_fill(~seen_PBHQN, -torch.inf)
+    block_lse_PBHQN[:, -1] = -torch.inf
+    lse_PBHQ = block_lse_PBHQN.logsumexp(-1)
+    out_PBQHD = torch.randn((num_parts, num_rows, num_q, num_q_heads, 10), generator=generator)
+    out_PBQHD.masked_fill_(lse_PBHQ.isneginf().transpose(2, 3)[..., None], 0.0)
+    return [out_PBQHD, lse_PBHQ, block_lse_PBHQN]
+
+
+def _merge() -> Iterator[Case]:
+    for num_parts, num_blocks in ((1, 3), (2, 7), (5, 3)):
+        fields = [list(stack) for stack in _parts(num_parts, (3, 6, 4), num_blocks)]
+        sinks = {"sinks_H": torch.linspace(-3, 3, 6)}
+        yield Case(label=f"{num_parts} parts", args=tuple(fields))
+        yield Case(label=f"{num_parts} parts, sinks", args=tuple(fields), kwargs={**sinks})
+        yield Case(label=f"{num_parts} parts, no sums", args=(fields[0], fields[1], []))
+
+
+def _block_mass() -> Iterator[Case]:
+    stacks = _parts(2, (3, 6, 4), 7)
+    num_rows = torch.tensor([4, 0, 3])
+    for label, block_lse, lse in (
+        ("one layer", stacks[2][0], stacks[1][0]),
+        ("layers", stacks[2], stacks[1]),
+        ("no layers", stacks[2][:0], stacks[1][:0]),
+        ("no blocks", stacks[2][0, ..., :0], stacks[1][0]),
+    ):
+        block_lse, lse = block_lse.clone(), lse.clone()
+        for unused in (block_lse[..., 1, :, :, :], block_lse[..., 2, :, 3:, :], lse[..., 1, :, :]):
+            unused.fill_(torch.nan)
+        yield Case(label=label, args=(block_lse, lse, 2, num_rows))
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "paged_attention": _paged_attention,
+    "append": _append,
+    "merge": _merge,
+    "block_mass": _block_mass,
+}
+"""What draws the calls of an operation, by its name."""
