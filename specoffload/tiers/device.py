@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-_ALIGN = 4096
+from specoffload.tiers import ram
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,11 @@ class DeviceMemory:
         if self._buffer.numel() < total:
             # The old buffer goes first: both at once could be twice the budget.
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
-            self._buffer = _aligned(total, self._device)
+            self._buffer = (
+                ram.allocate(total)
+                if self._device.type == "cpu"
+                else torch.empty(total, dtype=torch.uint8, device=self._device)
+            )
         views, start = [], 0
         for size in sizes:
             views.append(self._buffer[start : start + size])
@@ -135,10 +139,3 @@ class DeviceArena:
         """Note that slots hold nothing any more."""
         if self._poison and len(slots):
             self.tensor[torch.from_numpy(slots.astype(np.int64))] = torch.nan
-
-
-def _aligned(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Allocate bytes that start at a page."""
-    raw = torch.empty(num_bytes + _ALIGN, dtype=torch.uint8, device=device)
-    start = -raw.data_ptr() % _ALIGN
-    return raw[start : start + num_bytes]

@@ -7,6 +7,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from specoffload.tiers import ram
+
 _CGROUP = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
     (
@@ -20,7 +22,9 @@ class HostArena:
     """Host slots for blocks of one size, as bytes `[host_slot, byte]`."""
 
     def __init__(self, num_slots: int, block_bytes: int) -> None:
-        self.slot_bytes: npt.NDArray[np.uint8] = np.empty((num_slots, block_bytes), np.uint8)
+        self.slot_bytes: npt.NDArray[np.uint8] = (
+            ram.allocate(num_slots * block_bytes).view(num_slots, block_bytes).numpy()
+        )
 
     @property
     def num_bytes(self) -> int:

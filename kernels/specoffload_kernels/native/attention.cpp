@@ -413,37 +413,77 @@ template <class Q, bool kPaired>
 INLINE void pack_queries(const Call& call, const Task& task, float* q) {
   int64_t groups = call.num_q_heads / call.num_heads;
   float scale = static_cast<float>(call.scale);
-  for (int64_t i = task.i_begin; i < task.i_end; ++i)
-    for (int64_t g = 0; g < groups; ++g, q += call.head_dim) {
-      const Q* from = static_cast<const Q*>(call.q) + task.row * call.q_stride_row +
-                      (task.head * groups + g) * call.q_stride_head + i * call.q_stride_token;
-      if (kPaired) reorder<false>(from, call.head_dim, scale, q);
-      else
-        for (int64_t d = 0; d < call.head_dim; ++d) q[d] = scalar(from + d) * scale;
-    }
+  for (int64_t head = task.h_begin; head < task.h_end; ++head)
+    for (int64_t i = task.i_begin; i < task.i_end; ++i)
+      for (int64_t g = 0; g < groups; ++g, q += call.head_dim) {
+        const Q* from = static_cast<const Q*>(call.q) + task.row * call.q_stride_row +
+                        (head * groups + g) * call.q_stride_head + i * call.q_stride_token;
+        if (kPaired) reorder<false>(from, call.head_dim, scale, q);
+        else
+          for (int64_t d = 0; d < call.head_dim; ++d) q[d] = scalar(from + d) * scale;
+      }
 }
 
 INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
+// Turns a row's logits into weights relative to the row's running maximum, and the sums with them.
+// Beyond `num` the row is padded to whole vectors; all of it may be -inf.
+INLINE void soften(float* row, int64_t num, int64_t head_dim, float* acc, float* max, float* sum,
+                   float* block_max, float* block_sum) {
+  const int64_t num_padded = (num + W - 1) / W * W;
+  for (int64_t t = num; t < num_padded; ++t) row[t] = -kInf;
+  V best_v = load(row);
+  for (int64_t t = W; t < num_padded; t += W) best_v = larger(best_v, load(row + t));
+  const float best = max_lanes(best_v);
+  *block_max = best;
+  *block_sum = 1;
+  if (best == -kInf) {
+    for (int64_t t = 0; t < num_padded; t += W) store(row + t, V{});
+    return;
+  }
+  // Weights are relative to the block's own largest logit, so that its sum is exact however small
+  // its share; what the blocks before weighed is rescaled only when the maximum grows.
+  float factor = 1;
+  if (best > *max) {
+    if (*sum != 0) {
+      float shrink = exp_clamped(splat(*max - best))[0];
+      for (int64_t d = 0; d < head_dim; d += W) store(acc + d, load(acc + d) * shrink);
+      *sum *= shrink;
+    }
+    *max = best;
+  } else {
+    factor = exp_clamped(splat(best - *max))[0];
+  }
+  V total = V{};
+  for (int64_t t = 0; t < num_padded; t += W) {
+    V weight = exp_clamped(load(row + t) - best);
+    total += weight;
+    store(row + t, weight * factor);
+  }
+  *block_sum = sum_lanes(total);
+  *sum += *block_sum * factor;
+}
+
 template <class T>
 INLINE void attend(const Call& call, const Task& task, float* scratch) {
   const int64_t groups = call.num_q_heads / call.num_heads;
-  const int64_t rows = groups * (task.i_end - task.i_begin);
+  const int64_t rows = groups * (task.i_end - task.i_begin);  // of one head
+  const int64_t heads = task.h_end - task.h_begin, all_rows = heads * rows;
   const int64_t head_dim = call.head_dim, block_size = call.block_size;
   const int64_t s_stride = padded(block_size);
 
   float* q = scratch;
-  float* s = q + padded(rows * head_dim);
-  float* v_buffer = s + rows * s_stride;
+  float* s = q + padded(all_rows * head_dim);
+  float* v_buffer = s + all_rows * s_stride;
   float* block_max = v_buffer + kRunFloats;
-  float* block_sum = block_max + padded(rows);
+  float* block_sum = block_max + padded(all_rows);
 
   constexpr bool kPaired = sizeof(T) == 2;
   if (call.q_dtype == kFloat32) pack_queries<float, kPaired>(call, task, q);
   else pack_queries<Bf16, kPaired>(call, task, q);
 
-  for (int64_t r = 0; r < rows; ++r) {
+  for (int64_t r = 0; r < all_rows; ++r) {
     task.max[r] = -kInf;
     task.sum[r] = 0;
     for (int64_t d = 0; d < head_dim; ++d) task.acc[r * head_dim + d] = 0;
@@ -459,28 +499,27 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
   const int64_t all_end = at_most(kv_len, q_start + task.i_begin + 1);
 
   const int32_t* table = call.table + task.row * call.table_stride;
-  const T* heads = static_cast<const T*>(call.arena) + task.head * call.arena_stride_head;
+  const T* arena = static_cast<const T*>(call.arena) + task.h_begin * call.arena_stride_head;
 
-  // Where block_lse of packed row r, block j is.
-  float* block_lse = nullptr;
+  // Where block_lse of a head's packed row r, block j is.
   const int64_t per_head = call.num_q * call.num_blocks;
-  if (call.block_lse)
-    block_lse = call.block_lse + (task.row * call.num_q_heads + task.head * groups) * per_head +
-                task.i_begin * call.num_blocks;
-  auto row_lse = [&](int64_t r) {
-    return block_lse + (r % groups) * per_head + (r / groups) * call.num_blocks;
+  auto row_lse = [&](int64_t head, int64_t r) {
+    const int64_t q_head = (task.h_begin + head) * groups + r % groups;
+    return call.block_lse + (task.row * call.num_q_heads + q_head) * per_head +
+           (task.i_begin + r / groups) * call.num_blocks;
   };
-  if (block_lse)
-    for (int64_t r = 0; r < rows; ++r) {
-      float* to = row_lse(r);
-      for (int64_t j = task.first_fill; j < task.last_fill; ++j) to[j] = -kInf;
-    }
+  if (call.block_lse)
+    for (int64_t head = 0; head < heads; ++head)
+      for (int64_t r = 0; r < rows; ++r) {
+        float* to = row_lse(head, r);
+        for (int64_t j = task.first_fill; j < task.last_fill; ++j) to[j] = -kInf;
+      }
 
   int64_t j = task.j_begin;
   while (j < task.j_end && table[j] < 0) ++j;
   if (j < task.j_end)
     for (int64_t n = 0; n < kAheadBytes / static_cast<int64_t>(sizeof(T)); n += 64 / sizeof(T))
-      __builtin_prefetch(heads + table[j] * call.arena_stride_slot + n);
+      __builtin_prefetch(arena + table[j] * call.arena_stride_slot + n);
   while (j < task.j_end) {
     int64_t next = j + 1;
     while (next < task.j_end && table[next] < 0) ++next;
@@ -488,72 +527,51 @@ INLINE void attend(const Call& call, const Task& task, float* scratch) {
     const int64_t base = j * block_size;
     const int64_t t_begin = at_least(0, begin - base), t_end = at_most(block_size, end - base);
     const int64_t num = t_end - t_begin;
-    const T* k = heads + table[j] * call.arena_stride_slot + t_begin * head_dim;
+    const T* k = arena + table[j] * call.arena_stride_slot + t_begin * head_dim;
     const T* v = k + call.arena_stride_kv;
     // A fetch may name any address; the last block has no next one, and fetches itself.
-    const T* next_k = next < task.j_end ? heads + table[next] * call.arena_stride_slot : k;
-
-    logits(q, rows, head_dim, k, num, v, s, s_stride);
-
+    const T* next_k = next < task.j_end ? arena + table[next] * call.arena_stride_slot : k;
     const bool masked = base + t_begin < all_begin || base + t_end > all_end;
-    const int64_t num_padded = (num + W - 1) / W * W;
-    for (int64_t r = 0; r < rows; ++r) {
-      float* row = s + r * s_stride;
-      if (call.softcap != 0) {
-        const float cap = static_cast<float>(call.softcap);
-        const float inverse = static_cast<float>(1 / call.softcap);
-        for (int64_t t = 0; t < num; t += W) store(row + t, tanh(load(row + t) * inverse) * cap);
-      }
-      for (int64_t t = num; t < num_padded; ++t) row[t] = -kInf;
-      if (masked) {
-        int64_t position = q_start + task.i_begin + r / groups - (base + t_begin);
-        for (int64_t t = at_least(0, position + 1); t < num; ++t) row[t] = -kInf;
-        for (int64_t t = 0; t < at_most(num, position - window + 1); ++t) row[t] = -kInf;
-      }
-      V best_v = load(row);
-      for (int64_t t = W; t < num_padded; t += W) best_v = larger(best_v, load(row + t));
-      float best = max_lanes(best_v);
-      block_max[r] = best;
-      block_sum[r] = 1;
-      if (best == -kInf) {
-        for (int64_t t = 0; t < num_padded; t += W) store(row + t, V{});
-        continue;
-      }
-      // Weights are relative to the block's own largest logit, so that its sum is exact however
-      // small its share; what the rows before weighed is rescaled only when the maximum grows.
-      float factor = 1;
-      if (best > task.max[r]) {
-        if (task.sum[r] != 0) {
-          float shrink = exp_clamped(splat(task.max[r] - best))[0];
-          float* acc = task.acc + r * head_dim;
-          for (int64_t d = 0; d < head_dim; d += W) store(acc + d, load(acc + d) * shrink);
-          task.sum[r] *= shrink;
+
+    for (int64_t head = 0; head < heads; ++head) {
+      const T* k_head = k + head * call.arena_stride_head;
+      const T* after = head + 1 < heads ? k_head + call.arena_stride_head : v;
+      float* s_head = s + head * rows * s_stride;
+      logits(q + head * rows * head_dim, rows, head_dim, k_head, num, after, s_head, s_stride);
+      for (int64_t r = 0; r < rows; ++r) {
+        float* row = s_head + r * s_stride;
+        if (call.softcap != 0) {
+          const float cap = static_cast<float>(call.softcap);
+          const float inverse = static_cast<float>(1 / call.softcap);
+          for (int64_t t = 0; t < num; t += W) store(row + t, tanh(load(row + t) * inverse) * cap);
         }
-        task.max[r] = best;
-      } else {
-        factor = exp_clamped(splat(best - task.max[r]))[0];
+        if (masked) {
+          int64_t position = q_start + task.i_begin + r / groups - (base + t_begin);
+          for (int64_t t = at_least(0, position + 1); t < num; ++t) row[t] = -kInf;
+          for (int64_t t = 0; t < at_most(num, position - window + 1); ++t) row[t] = -kInf;
+        }
+        const int64_t at = head * rows + r;
+        soften(row, num, head_dim, task.acc + at * head_dim, task.max + at, task.sum + at,
+               block_max + at, block_sum + at);
       }
-      V total = V{};
-      for (int64_t t = 0; t < num_padded; t += W) {
-        V weight = exp_clamped(load(row + t) - best);
-        total += weight;
-        store(row + t, weight * factor);
-      }
-      block_sum[r] = sum_lanes(total);
-      task.sum[r] += block_sum[r] * factor;
+    }
+    for (int64_t head = 0; head < heads; ++head) {
+      const T* v_head = v + head * call.arena_stride_head;
+      const T* after = head + 1 < heads ? v_head + call.arena_stride_head : next_k;
+      values(rows, s + head * rows * s_stride, s_stride, v_head, head_dim, num,
+             task.acc + head * rows * head_dim, v_buffer, after);
     }
 
-    values(rows, s, s_stride, v, head_dim, num, task.acc, v_buffer, next_k);
-
-    if (block_lse) {
-      for (int64_t r = 0; r < rows; r += W)
+    if (call.block_lse) {
+      for (int64_t r = 0; r < all_rows; r += W)
         store(block_sum + r, log_positive(load(block_sum + r)) + load(block_max + r));
-      for (int64_t r = 0; r < rows; ++r) row_lse(r)[j] = block_sum[r];
+      for (int64_t head = 0; head < heads; ++head)
+        for (int64_t r = 0; r < rows; ++r) row_lse(head, r)[j] = block_sum[head * rows + r];
     }
     j = next;
   }
   if (kPaired)
-    for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t r = 0; r < all_rows; ++r) {
       float* acc = task.acc + r * head_dim;
       reorder<true>(acc, head_dim, 1, v_buffer);
       __builtin_memcpy(acc, v_buffer, head_dim * sizeof(float));

@@ -57,13 +57,14 @@ struct MergeCall {
   int64_t num_parts, num_rows, num_q, num_q_heads, head_dim, num_blocks;
 };
 
-// Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of one kv head of one row.
+// Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of kv heads [h_begin, h_end) of one row.
+// A block's heads lie side by side: taking them in turn reads memory in order.
 struct Task {
-  int64_t row, head, i_begin, i_end, j_begin, j_end;
+  int64_t row, h_begin, h_end, i_begin, i_end, j_begin, j_end;
   int64_t first_fill, last_fill;  // blocks whose block_lse this task writes; beyond j: -inf
-  float* acc;                     // [R, D] sum of exp(logit - max) * v
-  float* max;                     // [R] largest logit; -inf if nothing was seen
-  float* sum;                     // [R] sum of exp(logit - max)
+  float* acc;                     // [h, R, D] sum of exp(logit - max) * v
+  float* max;                     // [h, R] largest logit; -inf if nothing was seen
+  float* sum;                     // [h, R] sum of exp(logit - max)
   int64_t group;
 };
 
@@ -71,7 +72,8 @@ constexpr int64_t kMaxHeadDim = 1024;
 constexpr int64_t kRunFloats = 2048;  // of V that are weighed at a time: 8 KiB
 static_assert(kRunFloats >= kMaxHeadDim);
 
-// Floats of scratch memory that one thread needs for tasks of at most `rows` packed rows.
+// Floats of scratch memory that one thread needs for tasks of at most `rows` packed rows, counted
+// over all heads of a task.
 inline int64_t padded(int64_t n) { return (n + 15) / 16 * 16; }
 inline int64_t scratch_floats(int64_t rows, int64_t head_dim, int64_t block_size) {
   return padded(rows * head_dim) + rows * padded(block_size) + kRunFloats + 2 * padded(rows);

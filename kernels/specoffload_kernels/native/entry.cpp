@@ -14,7 +14,8 @@
 namespace specoffload {
 namespace {
 
-constexpr int64_t kMaxQueryFloats = 6144;  // of a task's packed rows, unless one token has more
+constexpr int64_t kMaxQueryFloats = 6144;   // of a head's packed rows, unless one token has more
+constexpr int64_t kMaxTaskFloats = 24576;  // of a task's, over its heads, unless one head has more
 constexpr int64_t kTasksPerRow = 16;        // that a row's work is split into, until a task has
 constexpr int64_t kMinTaskTokens = 128;     // as few tokens as this
 constexpr int64_t kMaxTaskTokens = 2048;    // or where more leave it more than this
@@ -71,6 +72,10 @@ void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& firs
   const int64_t most = std::max<int64_t>(1, kMaxQueryFloats / (groups * call.head_dim));
   const int64_t parts = (call.num_q + most - 1) / most;
   const int64_t tokens = parts ? (call.num_q + parts - 1) / parts : 1;
+  const int64_t head_floats = groups * tokens * call.head_dim;
+  const int64_t fitting = std::clamp<int64_t>(kMaxTaskFloats / head_floats, 1, call.num_heads);
+  const int64_t spans = (call.num_heads + fitting - 1) / fitting;
+  const int64_t heads = (call.num_heads + spans - 1) / spans;
   for (int64_t row = 0; row < call.num_rows; ++row)
     for (int64_t i = 0; i < call.num_q; i += tokens) {
       const int64_t i_end = std::min(call.num_q, i + tokens);
@@ -80,16 +85,17 @@ void plan(const Call& call, std::vector<Task>& tasks, std::vector<int64_t>& firs
       const int64_t j_lo = std::min(call.num_blocks, begin / block);
       const int64_t end_block = (std::max<int64_t>(0, end) + block - 1) / block;
       const int64_t j_hi = std::max(j_lo, std::min(call.num_blocks, end_block));
-      const int64_t chunks = (kTasksPerRow + call.num_heads * parts - 1) / (call.num_heads * parts);
+      const int64_t chunks = (kTasksPerRow + spans * parts - 1) / (spans * parts);
       const int64_t chunk_tokens =
           std::clamp((j_hi - j_lo) * block / chunks, kMinTaskTokens, kMaxTaskTokens);
       const int64_t chunk = (chunk_tokens + block - 1) / block;
-      for (int64_t head = 0; head < call.num_heads; ++head) {
+      for (int64_t head = 0; head < call.num_heads; head += heads) {
         first_tasks.push_back(static_cast<int64_t>(tasks.size()));
         int64_t j = j_lo;
         do {
           Task task{};
-          task.row = row, task.head = head, task.i_begin = i, task.i_end = i_end;
+          task.row = row, task.i_begin = i, task.i_end = i_end;
+          task.h_begin = head, task.h_end = std::min(call.num_heads, head + heads);
           task.j_begin = j, task.j_end = std::min(j_hi, j + chunk);
           task.first_fill = j == j_lo ? 0 : j;
           j += chunk;
@@ -105,8 +111,9 @@ void finish(const Call& call, const Task* tasks, int64_t count) {
   const Task& task = tasks[0];
   const int64_t groups = group_size(call), head_dim = call.head_dim;
   const int64_t rows = groups * (task.i_end - task.i_begin);
-  for (int64_t r = 0; r < rows; ++r) {
-    const int64_t head = task.head * groups + r % groups, i = task.i_begin + r / groups;
+  for (int64_t r = 0; r < rows * (task.h_end - task.h_begin); ++r) {
+    const int64_t head = (task.h_begin + r / rows) * groups + r % groups;
+    const int64_t i = task.i_begin + r % rows / groups;
     float* out = call.out + ((task.row * call.num_q + i) * call.num_q_heads + head) * head_dim;
     float* lse = call.lse + (task.row * call.num_q_heads + head) * call.num_q + i;
     float best = -std::numeric_limits<float>::infinity();
@@ -173,13 +180,15 @@ EXPORT int64_t specoffload_paged_attention(const Call* call) try {
     groups[g].count = end - first_tasks[g];
     groups[g].unfinished.store(groups[g].count, std::memory_order_relaxed);
   }
-  auto rows_of = [&](const Task& t) { return group_size(*call) * (t.i_end - t.i_begin); };
+  auto rows_of = [&](const Task& t) {
+    return group_size(*call) * (t.i_end - t.i_begin) * (t.h_end - t.h_begin);
+  };
   for (const Task& task : tasks) {
     num_floats += padded(rows_of(task) * call->head_dim) + 2 * padded(rows_of(task));
     max_rows = std::max(max_rows, rows_of(task));
     // Reading an element takes about as long as the arithmetic of four rows on it.
     const int64_t tokens = (task.j_end - task.j_begin) * call->block_size;
-    total_work += tokens * call->head_dim * (rows_of(task) + 4);
+    total_work += tokens * call->head_dim * (rows_of(task) + 4 * (task.h_end - task.h_begin));
   }
   const int64_t useful = std::min<int64_t>(tasks.size(), total_work / kMinThreadWork);
   const int64_t num_threads =
