@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+import specoffload_kernels as kernels
+
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
@@ -158,10 +160,98 @@ def _block_mass() -> Iterator[Case]:
         yield Case(label=label, args=(block_lse, lse, 2, num_rows))
 
 
+def arena_of_keys(
+    num_tokens: list[int],
+    *,
+    heads: int,
+    block_size: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw blocks of which so many tokens are filled; all else, values included, is NaN.
+
+    Returns the arena and each block's slot; one slot is nobody's. Channels differ in level and
+    spread, as those of real keys do; in the first head one channel is constant.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_slots = len(num_tokens) + 1
+    arena = _poisoned(num_slots, 2, heads, block_size, head_dim)
+    slots = torch.randperm(num_slots, generator=generator)[: len(num_tokens)]
+    level, spread = torch.rand((2, heads, 1, head_dim), generator=generator)
+    spread[0, 0, 0] = 0.0
+    for slot, filled in zip(slots.tolist(), num_tokens, strict=True):
+        noise = torch.randn((heads, filled, head_dim), generator=generator)
+        arena[slot, 0, :, :filled] = level + spread * noise
+    return arena.to(dtype), slots
+
+
+DIGEST_SHAPES = {
+    "4 bits": {"heads": 2, "block_size": 16, "head_dim": 16, "dtype": torch.float32},
+    "3 bits, odd shapes": {"heads": 3, "block_size": 7, "head_dim": 20, "dtype": torch.float32},
+    "2 bits, bfloat16": {"heads": 1, "block_size": 16, "head_dim": 24, "dtype": torch.bfloat16},
+    "8 bits, float16": {"heads": 2, "block_size": 5, "head_dim": 12, "dtype": torch.float16},
+    "0 bits, one token": {"heads": 2, "block_size": 1, "head_dim": 6, "dtype": torch.float32},
+}
+
+
+def _digest() -> Iterator[Case]:
+    for label, shape in DIGEST_SHAPES.items():
+        block_size = shape["block_size"]
+        num_tokens = [block_size, 1, 0, block_size // 2, block_size]
+        arena, slots = arena_of_keys(num_tokens, **shape)
+        slots[4] = -1
+        kwargs = {"bits": int(label[0])}
+        for index in (torch.int32, torch.int64):
+            args = (arena, slots.to(index), torch.tensor(num_tokens).to(index))
+            yield Case(label=f"{label}, {index}", args=args, kwargs=kwargs, dtype=shape["dtype"])
+        args = (arena, slots[:0], slots[:0])
+        yield Case(label=f"{label}, no slots", args=args, kwargs=kwargs, dtype=shape["dtype"])
+
+
+def _digest_score() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for label, shape in DIGEST_SHAPES.items():
+        block_size, head_dim = shape["block_size"], shape["head_dim"]
+        # Row 0 ends in block 2, row 1 in block 1, row 2 is empty; digest 2 lags behind its block.
+        num_tokens = [block_size, block_size, block_size // 2, block_size, (block_size + 1) // 2]
+        arena, slots = arena_of_keys(num_tokens, **shape)
+        fields = list(
+            kernels.digest(arena, slots, torch.tensor(num_tokens), bits=int(label[0])).tensors
+        )
+        unused = torch.arange(block_size) >= fields[5][:, None]
+        fields[4] = fields[4].masked_fill(unused[:, None], torch.nan)
+        nobody = [torch.full_like(x[:1], 255 if x.dtype == torch.uint8 else 0) for x in fields]
+        for entry in nobody[:3] + nobody[4:5]:
+            entry.fill_(torch.nan)
+        fields = [torch.cat(pair) for pair in zip(nobody, fields, strict=True)]
+        table = torch.tensor([[1, 2, 3], [4, 5, -1], [-1, -1, -1]], dtype=torch.int32)
+        kv_len = torch.tensor([3 * block_size, block_size + num_tokens[4], 0])
+        q = torch.randn((3, 3, 2 * shape["heads"], head_dim), generator=generator).transpose(1, 2)
+        args = (q.to(shape["dtype"]), *fields, table, (kv_len - 3).clamp(min=0), kv_len)
+        for rule in kernels.DigestRule:
+            for window, softcap in ((None, None), (block_size, 2.0)):
+                yield Case(
+                    label=f"{label}, {rule.value}, window {window}",
+                    args=args,
+                    kwargs={
+                        "rule": rule.value,
+                        "scale": head_dim**-0.5,
+                        "window": window,
+                        "softcap": softcap,
+                    },
+                    dtype=shape["dtype"],
+                )
+        empty = (*args[:7], table[:, :0], *args[8:])
+        yield Case(label=f"{label}, no blocks", args=empty, kwargs={"rule": "shadow", "scale": 1.0})
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "paged_attention": _paged_attention,
     "append": _append,
     "merge": _merge,
     "block_mass": _block_mass,
+    "digest": _digest,
+    "digest_score": _digest_score,
 }
 """What draws the calls of an operation, by its name."""

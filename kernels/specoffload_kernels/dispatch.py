@@ -9,15 +9,17 @@ from collections.abc import Sequence
 
 import torch
 
-from specoffload_kernels.gpu import gpu_path
+from specoffload_kernels.checks import check_queries
+from specoffload_kernels.digests import MAX_BITS, DigestRule, Digests, DigestScore
 from specoffload_kernels.part import AttentionPart
 from specoffload_kernels.registry import OPERATIONS
-from specoffload_kernels.selection import selected
 
 _paged_attention = OPERATIONS["paged_attention"].overload
 _append = OPERATIONS["append"].overload
 _merge = OPERATIONS["merge"].overload
 _block_mass = OPERATIONS["block_mass"].overload
+_digest = OPERATIONS["digest"].overload
+_digest_score = OPERATIONS["digest_score"].overload
 
 
 def paged_attention(
@@ -57,7 +59,8 @@ def paged_attention(
         ValueError: Shapes or types do not fit each other.
         IndexError: The table names a slot that the arena lacks.
     """
-    _check_attention(q_BHQD, arena_S2HTD, table_BN, q_start_B, kv_len_B, window)
+    _, _, num_heads, _, key_dim = _arena_shape(arena_S2HTD)
+    check_queries(q_BHQD, num_heads, key_dim, table_BN, q_start_B, kv_len_B, window)
     out_BQHD, lse_BHQ, block_lse_BHQN = _paged_attention(
         q_BHQD,
         arena_S2HTD,
@@ -94,7 +97,7 @@ def append(
         ValueError: Shapes do not fit each other.
         IndexError: A token's slot or position lies outside the arena; nothing was written.
     """
-    _, _, num_heads, _, head_dim = arena_S2HTD.shape
+    _, _, num_heads, _, head_dim = _arena_shape(arena_S2HTD)
     rows_and_tokens = (k_BHQD.shape[0], k_BHQD.shape[2])
     if (
         k_BHQD.shape != v_BHQD.shape
@@ -167,75 +170,82 @@ def block_mass(
     return mass
 
 
-def backend() -> str:
-    """Name the path that attention on the CPU takes.
-
-    One of "native-avx512", "native-avx2", "native-portable" and "torch".
-    """
-    return selected().backend
-
-
-def describe() -> dict[str, object]:
-    """Say which path attention on the CPU takes and why, for a person to read.
-
-    Keys: ``backend``; ``reason``; ``library``, the path of the native library or None;
-    ``threads``, whose threads it runs on or why it runs on one.
-    """
-    selection = selected()
-    library = selection.library
-    return {
-        "backend": selection.backend,
-        "reason": selection.reason,
-        "library": None if library is None else str(library.path),
-        "threads": (library.threads_reason if library is not None else None) or "torch's",
-    }
-
-
-def operation_paths() -> dict[str, dict[str, str]]:
-    """Return, for each device that is here, the path of every operation, for a person to read.
-
-    A path on the GPU that is not Triton comes with its reason.
-    """
-    native = backend()
-    paths = {"cpu": {op.name: native if op.is_native else "torch" for op in OPERATIONS.values()}}
-    if torch.cuda.is_available():
-        paths["cuda"] = {name: str(gpu_path(name)) for name in OPERATIONS}
-    return paths
-
-
-def _check_attention(
-    q_BHQD: torch.Tensor,
+def digest(
     arena_S2HTD: torch.Tensor,
+    slots_N: torch.Tensor,
+    num_tokens_N: torch.Tensor,
+    *,
+    bits: int = 4,
+) -> Digests:
+    """Summarise the keys of slots; see ``Digests``, and ``digest_bytes`` for what it takes.
+
+    Args:
+        arena_S2HTD: ``[S, 2, H, T, D]``; nothing but the keys of the tokens named is read.
+        slots_N: Integer slots, ``[N]``; -1 gives the digest of no tokens.
+        num_tokens_N: Integers, ``[N]``: only the first so many tokens of the slot are used.
+        bits: Of the codes, for each channel of each key. 2 rank blocks nearly as their keys do; 4
+            give a bound that is worth having.
+
+    Returns:
+        One digest for each slot. Digests of blocks that are not full go stale as tokens follow.
+
+    Raises:
+        ValueError: Shapes or types do not fit each other, or there are too many bits.
+        IndexError: There is no such slot.
+    """
+    _arena_shape(arena_S2HTD)
+    if slots_N.ndim != 1 or slots_N.shape != num_tokens_N.shape:
+        raise ValueError(
+            f"slots and num_tokens have shapes {tuple(slots_N.shape)} and "
+            f"{tuple(num_tokens_N.shape)}; both must be [N]"
+        )
+    if not 0 <= bits <= MAX_BITS:
+        raise ValueError(f"bits is {bits}; it must be 0 to {MAX_BITS}")
+    return Digests.of(_digest(arena_S2HTD, slots_N, num_tokens_N, bits=bits))
+
+
+def digest_score(
+    q_BHQD: torch.Tensor,
+    digests: Digests,
     table_BN: torch.Tensor,
     q_start_B: torch.Tensor,
     kv_len_B: torch.Tensor,
-    window: int | None,
-) -> None:
-    num_rows, num_q_heads, _, head_dim = q_BHQD.shape
-    _, two, num_heads, _, arena_head_dim = arena_S2HTD.shape
-    if two != 2 or arena_head_dim != head_dim or num_q_heads % num_heads:
+    *,
+    rule: DigestRule = DigestRule.SHADOW,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> DigestScore:
+    """Score blocks by their digests, as ``paged_attention`` would sum them by their keys.
+
+    Arguments are those of ``paged_attention``, but the table names entries of ``digests`` instead
+    of slots. Tokens that a digest was not made from count as absent.
+
+    Raises:
+        ValueError: Shapes or types do not fit each other.
+        IndexError: The table names a digest that is not there.
+    """
+    _, num_heads, key_dim = digests.low_NHD.shape
+    check_queries(q_BHQD, num_heads, key_dim, table_BN, q_start_B, kv_len_B, window)
+    estimate_BHQN, upper_BHQN = _digest_score(
+        q_BHQD,
+        *digests.tensors,
+        table_BN,
+        q_start_B,
+        kv_len_B,
+        rule=rule.value,
+        scale=scale,
+        window=window,
+        softcap=softcap,
+    )
+    if rule is DigestRule.BOX:
+        upper_BHQN = estimate_BHQN
+    return DigestScore(estimate_BHQN=estimate_BHQN, upper_BHQN=upper_BHQN)
+
+
+def _arena_shape(arena_S2HTD: torch.Tensor) -> torch.Size:
+    if arena_S2HTD.ndim != 5 or arena_S2HTD.shape[1] != 2:
         raise ValueError(
-            f"queries of shape {tuple(q_BHQD.shape)} [B, Hq, Q, D] do not fit an arena of shape "
-            f"{tuple(arena_S2HTD.shape)} [S, 2, H, T, D]: D must be equal and Hq a multiple of H"
+            f"the arena has shape {tuple(arena_S2HTD.shape)}; it must be [S, 2, H, T, D]"
         )
-    if (
-        table_BN.dtype != torch.int32
-        or q_start_B.dtype != torch.int64
-        or kv_len_B.dtype != torch.int64
-    ):
-        raise ValueError(
-            f"table, q_start and kv_len are {table_BN.dtype}, {q_start_B.dtype} and "
-            f"{kv_len_B.dtype}; they must be int32, int64 and int64"
-        )
-    if (
-        table_BN.shape[0] != num_rows
-        or q_start_B.shape != (num_rows,)
-        or kv_len_B.shape != (num_rows,)
-    ):
-        raise ValueError(
-            f"{num_rows} rows of queries, but table, q_start and kv_len have shapes "
-            f"{tuple(table_BN.shape)}, {tuple(q_start_B.shape)} and {tuple(kv_len_B.shape)}; "
-            "each needs one entry a row"
-        )
-    if window is not None and window < 1:
-        raise ValueError(f"window is {window}; it must be at least 1, or None for no window")
+    return arena_S2HTD.shape

@@ -5,9 +5,12 @@ Each function takes what the schema of its operation takes and names only what s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 _Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+_Score = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def paged_attention(
@@ -50,3 +53,25 @@ def block_mass(
 ) -> torch.Tensor:
     """Return ``[..., B, H, N]``."""
     return block_lse.new_empty((*block_lse.shape[:-3], num_kv_heads, block_lse.shape[-1]))
+
+
+def digest(
+    arena_S2HTD: torch.Tensor, slots_N: torch.Tensor, _num_tokens_N: torch.Tensor, *, bits: int
+) -> tuple[torch.Tensor, ...]:
+    """Return the fields of ``Digests``, in their order."""
+    num, (_, _, num_heads, block_size, head_dim) = slots_N.shape[0], arena_S2HTD.shape
+    shape_NHWTP = (num, num_heads, bits, block_size, (head_dim + 7) // 8)
+    return (
+        *(arena_S2HTD.new_empty((num, num_heads, head_dim)) for _ in range(3)),
+        arena_S2HTD.new_empty(shape_NHWTP, dtype=torch.uint8),
+        arena_S2HTD.new_empty((num, num_heads, block_size), dtype=torch.float16),
+        slots_N.new_empty((num,), dtype=torch.int32),
+    )
+
+
+def digest_score(q_BHQD: torch.Tensor, *args: Any, rule: str, **_options: object) -> _Score:
+    """Return the estimate, and the bound where it is another tensor."""
+    _mean, _low, _high, _codes, _residual, _num_tokens, table_BN, *_positions = args
+    shape_BHQN = (*q_BHQD.shape[:3], table_BN.shape[1])
+    estimate_BHQN = q_BHQD.new_empty(shape_BHQN, dtype=torch.float32)
+    return estimate_BHQN, torch.empty_like(estimate_BHQN) if rule == "shadow" else None

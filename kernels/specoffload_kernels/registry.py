@@ -19,6 +19,11 @@ from specoffload_kernels.append import reference as append_reference
 from specoffload_kernels.append import scattered
 from specoffload_kernels.block_mass import cpu as block_mass_cpu
 from specoffload_kernels.block_mass import reference as block_mass_reference
+from specoffload_kernels.digest import cpu as digest_cpu
+from specoffload_kernels.digest import reference as digest_reference
+from specoffload_kernels.digest_score import cpu as digest_score_cpu
+from specoffload_kernels.digest_score import reference as digest_score_reference
+from specoffload_kernels.digests import DigestRule, Digests, DigestScore
 from specoffload_kernels.gpu import gpu_path
 from specoffload_kernels.merge import cpu as merge_cpu
 from specoffload_kernels.merge import elementwise
@@ -99,6 +104,35 @@ def _flat_merge(function: _Function) -> _Function:
     return merge
 
 
+def _flat_digest(function: _Function) -> _Function:
+    def digest(*args: torch.Tensor, bits: int) -> tuple[torch.Tensor, ...]:
+        digests: Digests = function(*args, bits=bits)
+        return digests.tensors
+
+    return digest
+
+
+def _flat_digest_score(function: _Function) -> _Function:
+    def digest_score(
+        q_BHQD: torch.Tensor, *args: torch.Tensor, rule: str, **options: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        *fields, table_BN, q_start_B, kv_len_B = args
+        score: DigestScore = function(
+            q_BHQD,
+            Digests.of(fields),
+            table_BN,
+            q_start_B,
+            kv_len_B,
+            rule=DigestRule(rule),
+            **options,
+        )
+        # The estimate of a box is its bound, and torch wants results that share no memory.
+        upper_BHQN = score.upper_BHQN if rule == DigestRule.SHADOW.value else None
+        return score.estimate_BHQN, upper_BHQN
+
+    return digest_score
+
+
 def _fields(part: AttentionPart) -> _Fields:
     return part.out_BQHD, part.lse_BHQ, part.block_lse_BHQN
 
@@ -146,6 +180,28 @@ OPERATIONS = {
             cpu=block_mass_cpu.block_mass,
             anywhere=block_mass_cpu.block_mass,
             fake=fakes.block_mass,
+        ),
+        Operation(
+            name="digest",
+            schema="(Tensor arena_S2HTD, Tensor slots_N, Tensor num_tokens_N, *, int bits) "
+            "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+            reference=digest_reference.digest,
+            cpu=digest_cpu.digest,
+            anywhere=digest_cpu.digest,
+            fake=fakes.digest,
+            flat=_flat_digest,
+        ),
+        Operation(
+            name="digest_score",
+            schema="(Tensor q_BHQD, Tensor mean_NHD, Tensor low_NHD, Tensor high_NHD, "
+            "Tensor codes_NHWTP, Tensor residual_NHT, Tensor num_tokens_N, Tensor table_BN, "
+            "Tensor q_start_B, Tensor kv_len_B, *, str rule, float scale, int? window=None, "
+            "float? softcap=None) -> (Tensor, Tensor?)",
+            reference=digest_score_reference.digest_score,
+            cpu=digest_score_cpu.digest_score,
+            anywhere=digest_score_cpu.digest_score,
+            fake=fakes.digest_score,
+            flat=_flat_digest_score,
         ),
     )
 }

@@ -97,12 +97,8 @@ def test_shapes_without_data_equal_the_real_ones(operation: Operation, case: Cas
         fake = operation.overload(*args, **kwargs)
     assert pytree.tree_structure(fake) == pytree.tree_structure(real)
     for ours, theirs in zip(tensors_of(fake), tensors_of(real), strict=True):
-        assert (ours.shape, ours.dtype, ours.stride(), ours.device) == (
-            theirs.shape,
-            theirs.dtype,
-            theirs.stride(),
-            theirs.device,
-        )
+        assert (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+        assert ours.stride() == theirs.stride() or not theirs.numel()
 
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)

@@ -1,0 +1,1 @@
+"""Summaries of the keys of blocks."""

@@ -1,0 +1,1 @@
+"""Scores of blocks from the summaries of their keys."""
