@@ -54,6 +54,13 @@ class Lane:
         """Return how many tokens of a row one pass may take."""
         return self.pool.tokens_at_once(row, self._prefill_chunk)
 
+    def fits(self, rows: Sequence[int], num_tokens: int, num_more: int) -> bool:
+        """Say whether one pass may take `num_tokens` of each row, and later ones `num_more` more.
+
+        All of them stay provisional until the last pass is done.
+        """
+        return num_tokens <= self._prefill_chunk and self.pool.fits(rows, num_tokens + num_more)
+
     def prefill(self, row: int, tokens: Sequence[int]) -> torch.Tensor:
         """Cache and commit tokens of a row, chunk by chunk; return the last one's logits, `[V]`.
 
@@ -88,8 +95,7 @@ def draft_tokens(
         len(text) - 2 - int(committed[row]) if gamma else 0
         for row, text, gamma in zip(rows, texts, gammas, strict=True)
     ]
-    room = min(lane.tokens_at_once(row) for row in rows)
-    if any(count != missed[0] for count in missed) or missed[0] + steps + 2 > room:
+    if any(count != missed[0] for count in missed) or not lane.fits(rows, missed[0] + 2, steps - 1):
         for row, text, count in zip(rows, texts, missed, strict=True):
             if count:
                 lane.prefill(row, text[len(text) - 2 - count : len(text) - 2])

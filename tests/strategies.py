@@ -35,6 +35,7 @@ class Case:
         weights: seed of both models' weights.
         block_size: tokens of a block.
         num_draft_tokens: gamma.
+        choices: what "auto" chooses, over and over: timing it would make every run another one.
         prefill_chunk: most prompt tokens of one pass.
         device: device budget. None: no limit; otherwise the minimum plus this fraction of what
             all blocks of the call take.
@@ -50,6 +51,7 @@ class Case:
     weights: int
     block_size: int
     num_draft_tokens: int | Literal["auto"]
+    choices: tuple[int, ...] = (1, 0, 0, 4)
     prefill_chunk: int
     device: float | None
     host: Literal["none", "small", "auto"]
@@ -61,6 +63,7 @@ class Case:
 
 block_sizes = st.sampled_from([4, 8, 4, 8, 16, 4, 8, 16, 32, 64])
 gammas = st.sampled_from([*range(17), 3, 4, 5, 6, 8, "auto", "auto"])
+choices = st.lists(st.sampled_from([0, 0, *range(17)]), min_size=1, max_size=12).map(tuple)
 prefill_chunks = st.one_of(st.integers(3, 16), st.integers(3, 512))
 prompt_lengths = st.one_of(st.integers(1, 80), st.integers(40, 80), st.sampled_from([1, 4, 16, 64]))
 new_tokens = st.one_of(st.integers(12, 24), st.integers(8, 40), st.integers(1, 40))
@@ -91,6 +94,7 @@ def cases(draw: Any) -> Case:
         weights=draw(st.integers(0, 1)),
         block_size=draw(block_sizes),
         num_draft_tokens=draw(gammas),
+        choices=draw(choices),
         prefill_chunk=draw(prefill_chunks),
         device=device,
         host=host,  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specoffload.core.budget import Share
+from specoffload.core.budget import Share, span_blocks
 from specoffload.core.ledger import Ledger
 from specoffload.core.policy import lru
 from specoffload.core.residency import MoveKind, NoRoomError, Residency, Ticket, Units
@@ -145,6 +145,14 @@ class BlockPool:
         if tokens > block_size:
             tokens -= tokens % block_size
         return max(1, min(at_most, tokens))
+
+    def fits(self, rows: Sequence[int], num_tokens: int) -> bool:
+        """Say whether each of the rows can take as many tokens that stay provisional together."""
+        if not self.is_offloading:
+            return True
+        others = int((np.delete(self._num_blocks, list(rows)) > 0).sum())
+        blocks = len(rows) * span_blocks(num_tokens, self.shape.block_size) + others
+        return blocks * self.shape.num_layers <= self.residency.num_slots
 
     def return_lent(self) -> None:
         """Give the slots on loan back: blocks in them leave, the least recently used first.

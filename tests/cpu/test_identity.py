@@ -6,6 +6,7 @@ Whatever the family, draft, budgets, block size, gamma, prefill and batch. The l
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from vocabulary import (
 )
 
 from specoffload import RunReport, SpecOffloadConfig, SpecOffloadRunner
+from specoffload.core.gamma import AutoGamma
 
 pytestmark = pytest.mark.timeout(max(300, 6 * settings.default.max_examples))
 
@@ -96,7 +98,9 @@ def _check(case: Case) -> None:
     draft = draft_of(case.family, case.draft, case.weights)
     rows = [words(n, seed=case.text + i) for i, n in enumerate(case.lengths)]
     expected = _oracle(case, rows)
-    with tempfile.TemporaryDirectory() as folder:
+    chosen = itertools.cycle(case.choices)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoGamma, "choose", lambda auto: min(next(chosen), auto.max_gamma))
         config = _config(case, Path(folder))
         with SpecOffloadRunner(draft, target, config) as runner:
             ids, mask = pad_left(rows)
@@ -152,6 +156,17 @@ _SPILLED = {
         lengths=(33, 64),
         max_new_tokens=20,
         **_SPILLED,
+    )
+)
+@example(  # rows that did not draft for a while catch up together, with no room to do it at once
+    Case(
+        family="llama",
+        draft="noisy",
+        num_draft_tokens="auto",
+        choices=(*[0] * 20, 5),
+        lengths=(60, 5),
+        max_new_tokens=39,
+        **{**_SPILLED, "prefill_chunk": 39, "device": 0.1},
     )
 )
 @given(cases())
