@@ -5,6 +5,7 @@ tokens per row, D head_dim, T block_size, S slots of the arena, N blocks of the 
 """
 
 from specoffload_kernels.accuracy import ACCURACY
+from specoffload_kernels.copying import copy_blocks
 from specoffload_kernels.digests import DigestRule, Digests, DigestScore, digest_bytes
 from specoffload_kernels.dispatch import (
     append,
@@ -30,6 +31,7 @@ __all__ = [
     "available_backends",
     "backend",
     "block_mass",
+    "copy_blocks",
     "describe",
     "digest",
     "digest_bytes",

@@ -57,6 +57,17 @@ struct MergeCall {
   int64_t num_parts, num_rows, num_q, num_q_heads, head_dim, num_blocks;
 };
 
+// Must match `_CopyCall` in native/library.py likewise. Strides count bytes.
+struct CopyCall {
+  char* to;
+  const int32_t* to_slots;  // [n]
+  int64_t to_stride, num_to;
+  const char* from;
+  const int32_t* from_slots;  // [n]
+  int64_t from_stride, num_from;
+  int64_t num, block_bytes;
+};
+
 // Blocks [j_begin, j_end) for query tokens [i_begin, i_end) of kv heads [h_begin, h_end) of one row.
 // A block's heads lie side by side: taking them in turn reads memory in order.
 struct Task {

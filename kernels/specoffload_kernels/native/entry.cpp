@@ -234,6 +234,19 @@ EXPORT int64_t specoffload_append(const AppendCall* call) {
   return 0;
 }
 
+// Returns 0, or 2 if a slot lies outside its arena (nothing is written then).
+EXPORT int64_t specoffload_copy_blocks(const CopyCall* call) {
+  const CopyCall& c = *call;
+  for (int64_t n = 0; n < c.num; ++n)
+    if (c.to_slots[n] < 0 || c.to_slots[n] >= c.num_to || c.from_slots[n] < 0 ||
+        c.from_slots[n] >= c.num_from)
+      return 2;
+  for (int64_t n = 0; n < c.num; ++n)
+    std::memcpy(c.to + c.to_slots[n] * c.to_stride, c.from + c.from_slots[n] * c.from_stride,
+                c.block_bytes);
+  return 0;
+}
+
 // Combines parts over disjoint sets of blocks by their log-sum-exp.
 EXPORT void specoffload_merge(const MergeCall* call) {
   const MergeCall& c = *call;

@@ -6,7 +6,10 @@ import ctypes
 import enum
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from specoffload_kernels.native.build import NativeUnavailableError, build
@@ -14,6 +17,8 @@ from specoffload_kernels.part import AttentionPart
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_HEAD_DIM = 1024
+_Bytes: TypeAlias = npt.NDArray[np.uint8]
+_Slots: TypeAlias = npt.NDArray[np.int32]
 _POINTER, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 
 
@@ -63,6 +68,19 @@ class _AppendCall(ctypes.Structure):
     )
 
 
+class _CopyCall(ctypes.Structure):
+    """``CopyCall`` of attention.h, field by field."""
+
+    _fields_ = (
+        ("to", _POINTER),
+        ("to_slots", _POINTER),
+        *((name, _INT) for name in ("to_stride", "num_to")),
+        ("from_", _POINTER),
+        ("from_slots", _POINTER),
+        *((name, _INT) for name in ("from_stride", "num_from", "num", "block_bytes")),
+    )
+
+
 class _MergeCall(ctypes.Structure):
     """``MergeCall`` of attention.h, field by field."""
 
@@ -98,6 +116,9 @@ class NativeLibrary:
         self._append = library.specoffload_append
         self._append.restype = ctypes.c_int64
         self._append.argtypes = (ctypes.c_void_p,)
+        self._copy = library.specoffload_copy_blocks
+        self._copy.restype = ctypes.c_int64
+        self._copy.argtypes = (ctypes.c_void_p,)
         self._merge = library.specoffload_merge
         self._merge.restype = None
         self._merge.argtypes = (ctypes.c_void_p,)
@@ -269,6 +290,29 @@ class NativeLibrary:
             raise IndexError(
                 f"slots reach {int(slots_BQ.max())} and offsets {int(offsets_BQ.max())} in an "
                 f"arena of {arena_S2HTD.shape[0]} slots of {arena_S2HTD.shape[3]} tokens"
+            )
+
+    def copy_blocks(
+        self, to_SX: _Bytes, to_slots: _Slots, from_SX: _Bytes, from_slots: _Slots
+    ) -> None:
+        """Copy slots of one arena to slots of another; see ``specoffload_kernels.copy_blocks``."""
+        to_slots, from_slots = np.ascontiguousarray(to_slots), np.ascontiguousarray(from_slots)
+        call = _CopyCall(
+            to_SX.ctypes.data,
+            to_slots.ctypes.data,
+            to_SX.strides[0],
+            len(to_SX),
+            from_SX.ctypes.data,
+            from_slots.ctypes.data,
+            from_SX.strides[0],
+            len(from_SX),
+            len(to_slots),
+            to_SX.shape[1],
+        )
+        if self._copy(ctypes.addressof(call)):
+            raise IndexError(
+                f"slots {to_slots} of {len(to_SX)} and {from_slots} of {len(from_SX)}: one of them"
+                " lies outside its arena"
             )
 
 
