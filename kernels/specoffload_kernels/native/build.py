@@ -1,4 +1,8 @@
-"""Compiles the native library into a cache folder; knows compilers, not what it builds."""
+"""Compiles the native library, or finds the one that came with the package.
+
+Knows compilers, not what it builds. Needs nothing beyond the standard library: the build of a
+wheel runs this file by itself.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,23 @@ def cache_dir() -> Path:
     return (Path(chosen) if chosen else Path.home() / ".cache" / "specoffload") / "native"
 
 
+def shipped() -> Path | None:
+    """Return the library that came with the package, if it was built from the sources beside it."""
+    library = _SOURCE / _shipped_name()
+    return library if library.exists() else None
+
+
+def build_to_ship(folder: Path) -> Path:
+    """Compile the library for every processor of this machine's kind, to be found by ``shipped``.
+
+    Raises:
+        NativeUnavailableError: No compiler, or it failed.
+    """
+    compiler = _compiler()
+    isas = list(_ISAS) if platform.machine() == "x86_64" else ["portable"]
+    return _compile(compiler, isas, folder).replace(folder / _shipped_name())
+
+
 def build() -> Path:
     """Return the built library's path, compiling it unless the cache has it (some seconds).
 
@@ -51,17 +72,12 @@ def build() -> Path:
     Raises:
         NativeUnavailableError: No compiler, no writable cache, or the compiler failed.
     """
-    if not sys.platform.startswith("linux"):
-        raise NativeUnavailableError(f"native kernels are built on Linux only, not {sys.platform}")
     compiler = _compiler()
     version = _run([compiler, "--version"])
     isas = _processor_isas()
-    sources = sorted(_SOURCE.glob("*.cpp")) + sorted(_SOURCE.glob("*.h"))
-    digest = hashlib.sha256()
-    for part in (version, platform.machine(), repr(_FLAGS), repr(isas)):
+    digest = _hash_of_sources()
+    for part in (version, platform.machine(), repr(isas)):
         digest.update(part.encode())
-    for source in sources:
-        digest.update(source.read_bytes())
     target = cache_dir() / digest.hexdigest()[:24] / "specoffload_native.so"
     if target.exists():
         return target
@@ -76,7 +92,20 @@ def build() -> Path:
     return target
 
 
+def _shipped_name() -> str:
+    return f"specoffload_native-{_hash_of_sources().hexdigest()[:24]}.so"
+
+
+def _hash_of_sources() -> hashlib._Hash:
+    digest = hashlib.sha256(repr((_FLAGS, _ISAS)).encode())
+    for source in sorted(_SOURCE.glob("*.cpp")) + sorted(_SOURCE.glob("*.h")):
+        digest.update(source.read_bytes())
+    return digest
+
+
 def _compiler() -> str:
+    if not sys.platform.startswith("linux"):
+        raise NativeUnavailableError(f"native kernels are built on Linux only, not {sys.platform}")
     wanted = os.environ.get("CXX")
     for name in (wanted,) if wanted else ("g++", "clang++", "c++"):
         found = shutil.which(name)

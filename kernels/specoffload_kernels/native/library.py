@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeAlias
@@ -12,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from specoffload_kernels.native.build import NativeUnavailableError, build
+from specoffload_kernels.native.build import NativeUnavailableError, build, shipped
 from specoffload_kernels.part import AttentionPart
 
+_LOGGER = logging.getLogger(__name__)
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 _MAX_HEAD_DIM = 1024
 _Bytes: TypeAlias = npt.NDArray[np.uint8]
@@ -325,11 +327,17 @@ def _laid_out(x_BHQD: torch.Tensor, arena_S2HTD: torch.Tensor) -> torch.Tensor:
 
 
 def load() -> NativeLibrary:
-    """Build, unless it is cached, and load the library.
+    """Load the library that came with the package, else one that is built, unless it is cached.
 
     Raises:
         NativeUnavailableError: It cannot be built or loaded; the message says why.
     """
+    ours = shipped()
+    if ours is not None:
+        try:
+            return NativeLibrary(ours)
+        except NativeUnavailableError as error:
+            _LOGGER.warning("the native library of the package does not run here: %s", error)
     return NativeLibrary(build())
 
 
