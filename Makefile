@@ -55,6 +55,7 @@ gpu-check: export PYTHONPATH := .:kernels:fusion
 gpu-check:
 	@$(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("gpu-check: PyTorch sees no GPU on this machine: nothing was checked")'
 	$(GPU_PYTHON) -m pytest tests/gpu -m gpu
+	$(GPU_PYTHON) examples/gpu_check.py
 
 docs: setup
 	$(BIN)/python examples/check_docs.py

@@ -30,13 +30,19 @@ _COLUMNS: Final = (
     "stalled",
 )
 
+_LABELS: Final = {
+    "hf": "target.generate",
+    "hf-assisted": "HF assisted",
+    "hf-offloaded": "HF offloaded cache",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRun:
     """One contender's row: medians over its turns, sizes in bytes, times in seconds.
 
     Attributes:
-        name: "hf", "hf-assisted" or "specoffload-PERCENT".
+        name: "hf", "hf-assisted", "hf-offloaded" or "specoffload-PERCENT".
         budget_fraction: device budget / bytes that all KV takes; None for transformers.
         device_budget_bytes: the same in bytes.
         peak_device_bytes: most bytes of KV on the device; transformers: its caches at the end.
@@ -71,7 +77,7 @@ class BenchRun:
     def label(self) -> str:
         """The name for people."""
         if self.budget_fraction is None:
-            return {"hf": "target.generate", "hf-assisted": "HF assisted"}[self.name]
+            return _LABELS[self.name]
         return f"specoffload, {100 * self.budget_fraction:g}% of KV"
 
 

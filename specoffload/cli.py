@@ -163,7 +163,8 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         type=_names,
         default=("hf", "hf-assisted"),
         metavar="NAMES",
-        help="transformers' own ways to run as well: hf, hf-assisted, both (default), or none",
+        help="transformers' own ways to run as well: hf, hf-assisted (both are the default), "
+        "hf-offloaded (needs a GPU), or none",
     )
     command.add_argument(
         "--host-budget",

@@ -80,15 +80,27 @@ class Contender(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plain:
-    """The target alone, through transformers."""
+    """The target alone, through transformers.
+
+    Attributes:
+        cache_implementation: which cache of transformers' own; None for its default. "offloaded"
+            keeps one layer on the GPU at a time, and needs one.
+    """
 
     name: str = "hf"
+    cache_implementation: Literal["offloaded"] | None = None
 
     def run(self, request: Request, sinks: Sequence[BaseStreamer] = ()) -> Sample:
         """Answer `request` once."""
         target = request.pair.target
         with _Forwards(target) as passes:
-            sample = _timed(request, cast(Any, target).generate, sinks, do_sample=False)
+            sample = _timed(
+                request,
+                cast(Any, target).generate,
+                sinks,
+                do_sample=False,
+                cache_implementation=self.cache_implementation,
+            )
         return replace(
             sample,
             tokens_per_verify=len(sample.tokens) / passes.num_passes,
@@ -211,7 +223,12 @@ class _Forwards:
     def __exit__(self, *_error: object) -> None:
         self._hook.remove()
         layers = [] if self._cache is None else self._cache.layers
-        self.cache_bytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+        self.cache_bytes = sum(
+            tensor.nbytes
+            for layer in layers
+            for tensor in (layer.keys, layer.values)
+            if tensor.device == self._model.device
+        )
         self._cache = None
 
     def _seen(
