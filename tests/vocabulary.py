@@ -252,6 +252,25 @@ def plain_generate(
         )
 
 
+def plain_generate_with_gap(
+    target: PreTrainedModel, row: Sequence[int], *, max_new_tokens: int
+) -> tuple[torch.Tensor, float]:
+    """Return the new tokens of one prompt, and how close the oracle came to a tie.
+
+    That is the smallest gap between the two largest logits at any of them. Where it is within
+    rounding, plain generation itself gives other tokens on another machine, or in a batch.
+    """
+    out = plain_generate(
+        target,
+        torch.tensor([row]),
+        max_new_tokens=max_new_tokens,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    best = torch.stack(out.logits).topk(2).values
+    return out.sequences[0, len(row) :], float((best[..., 0] - best[..., 1]).min())
+
+
 def words(num_tokens: int, *, seed: int) -> list[int]:
     """Return a prompt of random tokens, none of them special."""
     return np.random.default_rng(seed).integers(FIRST_WORD, VOCAB_SIZE, num_tokens).tolist()

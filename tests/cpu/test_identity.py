@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import event, example, given, settings
+from hypothesis import assume, event, example, given, settings
 from strategies import FAMILIES, Case, cases
 from vocabulary import (
+    TOLERANCES,
     assert_exact,
     assert_same_tokens,
     draft_of,
@@ -23,6 +24,7 @@ from vocabulary import (
     minimum_budget,
     pad_left,
     plain_generate,
+    plain_generate_with_gap,
     prompt,
     target_of,
     words,
@@ -62,7 +64,10 @@ def _oracle(case: Case, rows: list[list[int]]) -> list[torch.Tensor]:
     """Return each row's new tokens: it is run alone, and the padded batch must agree."""
     target = target_of(case.family, case.weights)
     options = {"max_new_tokens": case.max_new_tokens}
-    alone = [plain_generate(target, torch.tensor([row]), **options)[0, len(row) :] for row in rows]
+    found = [plain_generate_with_gap(target, row, **options) for row in rows]
+    alone = [tokens for tokens, _ in found]
+    # A tie within rounding has no right answer: one case in a hundred or so is put aside.
+    assume(min(gap for _, gap in found) > TOLERANCES[torch.float32].logits)
     if len(rows) > 1:
         batch = plain_generate(target, *pad_left(rows), **options)[:, max(case.lengths) :]
         for row, mine, together in zip(rows, alone, batch, strict=True):
