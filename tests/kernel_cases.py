@@ -191,6 +191,7 @@ DIGEST_SHAPES = {
     "3 bits, odd shapes": {"heads": 3, "block_size": 7, "head_dim": 20, "dtype": torch.float32},
     "2 bits, bfloat16": {"heads": 1, "block_size": 16, "head_dim": 24, "dtype": torch.bfloat16},
     "8 bits, float16": {"heads": 2, "block_size": 5, "head_dim": 12, "dtype": torch.float16},
+    "4 bits, large": {"heads": 1, "block_size": 100, "head_dim": 40, "dtype": torch.float32},
     "0 bits, one token": {"heads": 2, "block_size": 1, "head_dim": 6, "dtype": torch.float32},
 }
 
@@ -213,7 +214,8 @@ def _digest_score() -> Iterator[Case]:
     generator = torch.Generator().manual_seed(0)
     for label, shape in DIGEST_SHAPES.items():
         block_size, head_dim = shape["block_size"], shape["head_dim"]
-        # Row 0 ends in block 2, row 1 in block 1, row 2 is empty; digest 2 lags behind its block.
+        # Two blocks of each row are absent. Then row 0 has three, the last of which has grown since
+        # its digest was made; row 1 has two, the last not full; and row 2 has none.
         num_tokens = [block_size, block_size, block_size // 2, block_size, (block_size + 1) // 2]
         arena, slots = arena_of_keys(num_tokens, **shape)
         fields = list(
@@ -226,7 +228,8 @@ def _digest_score() -> Iterator[Case]:
             entry.fill_(torch.nan)
         fields = [torch.cat(pair) for pair in zip(nobody, fields, strict=True)]
         table = torch.tensor([[1, 2, 3], [4, 5, -1], [-1, -1, -1]], dtype=torch.int32)
-        kv_len = torch.tensor([3 * block_size, block_size + num_tokens[4], 0])
+        table = torch.nn.functional.pad(table, (2, 0), value=-1)
+        kv_len = torch.tensor([5 * block_size, 3 * block_size + num_tokens[4], 0])
         q = torch.randn((3, 3, 2 * shape["heads"], head_dim), generator=generator).transpose(1, 2)
         args = (q.to(shape["dtype"]), *fields, table, (kv_len - 3).clamp(min=0), kv_len)
         for rule in kernels.DigestRule:
