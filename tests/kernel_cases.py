@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 import specoffload_kernels as kernels
+from specoffload_kernels.registry import Operation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,38 @@ class Case:
     args: tuple[object, ...]
     kwargs: dict[str, object] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
+
+    def drawn(self, device: str = "cpu") -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return copies of the arguments, so that a call may write to them."""
+        copies: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
+            torch.Tensor, lambda x: x.detach().clone().to(device), (self.args, self.kwargs)
+        )
+        return copies
+
+
+def tensors_of(*values: object) -> list[torch.Tensor]:
+    """Return all tensors within, in their order."""
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_equals_definition(
+    operation: Operation, case: Case, path: Callable[..., object], device: str = "cpu"
+) -> None:
+    """Hold a path, in the terms of the schema, to the definition: results and what it writes."""
+    args, kwargs = case.drawn()
+    expected = operation.flat(operation.reference)(*args, **kwargs)
+    got_args, got_kwargs = case.drawn(device)
+    got = path(*got_args, **got_kwargs)
+    pairs = list(
+        zip(tensors_of(got, got_args, got_kwargs), tensors_of(expected, args, kwargs), strict=True)
+    )
+    assert pairs
+    for value, truth in pairs:
+        tolerance = max(kernels.ACCURACY[case.dtype], kernels.ACCURACY.get(value.dtype, 0.0))
+        torch.testing.assert_close(
+            value.double().cpu(), truth.double(), rtol=0, atol=tolerance, equal_nan=True
+        )
+    assert not any(value.isnan().any() for value in tensors_of(got))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import CASES, Case
+from kernel_cases import CASES, Case, assert_equals_definition, tensors_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -35,15 +34,6 @@ def missing(operation: Operation) -> list[str]:
     return [what for what, lacking in lacks.items() if lacking]
 
 
-def drawn(case: Case) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Copy a case's arguments, so that a call may write to them."""
-    return copy.deepcopy((case.args, case.kwargs))
-
-
-def tensors_of(*values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_every_operation_brings_what_the_walk_needs(operation: Operation) -> None:
     assert missing(operation) == []
@@ -66,31 +56,14 @@ def test_registry_folders_and_torch_name_the_same_operations() -> None:
 
 @pytest.mark.parametrize(("operation", "case"), CALLS)
 def test_every_path_equals_the_definition(operation: Operation, case: Case) -> None:
-    args, kwargs = drawn(case)
-    expected = operation.flat(operation.reference)(*args, **kwargs)
     for backend in kernels.available_backends() if operation.is_native else ["torch"]:
-        got_args, got_kwargs = drawn(case)
         with kernels.forced_backend(backend):
-            got = operation.overload(*got_args, **got_kwargs)
-        pairs = list(
-            zip(
-                tensors_of(got, got_args, got_kwargs),
-                tensors_of(expected, args, kwargs),
-                strict=True,
-            )
-        )
-        assert pairs
-        for value, truth in pairs:
-            tolerance = max(kernels.ACCURACY[case.dtype], kernels.ACCURACY.get(value.dtype, 0.0))
-            torch.testing.assert_close(
-                value.double(), truth.double(), rtol=0, atol=tolerance, equal_nan=True
-            )
-        assert not any(value.isnan().any() for value in tensors_of(got))
+            assert_equals_definition(operation, case, operation.overload)
 
 
 @pytest.mark.parametrize(("operation", "case"), CALLS)
 def test_shapes_without_data_equal_the_real_ones(operation: Operation, case: Case) -> None:
-    args, kwargs = drawn(case)
+    args, kwargs = case.drawn()
     real = operation.overload(*args, **kwargs)
     with FakeTensorMode() as mode:
         args, kwargs = pytree.tree_map_only(torch.Tensor, mode.from_tensor, (args, kwargs))
@@ -104,7 +77,7 @@ def test_shapes_without_data_equal_the_real_ones(operation: Operation, case: Cas
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
 def test_torch_accepts_the_registration(operation: Operation) -> None:
     case = next(iter(CASES[operation.name]()))
-    args, kwargs = drawn(case)
+    args, kwargs = case.drawn()
     torch.library.opcheck(operation.overload, args, kwargs)
 
 
@@ -121,7 +94,7 @@ def test_an_operation_without_a_triton_kernel_takes_the_torch_path_and_says_so()
 
 
 def test_the_public_functions_compile_whole() -> None:
-    args, kwargs = drawn(next(iter(CASES["paged_attention"]())))
+    args, kwargs = next(iter(CASES["paged_attention"]())).drawn()
     num_rows = torch.tensor([5, 1, 0])
     sinks_H = torch.zeros(6)
 
