@@ -57,7 +57,7 @@ def paged_attention(
 
     Raises:
         ValueError: Shapes or types do not fit each other.
-        IndexError: The table names a slot that the arena lacks.
+        IndexError: The table names a slot that the arena lacks; a Triton kernel stops instead.
     """
     _, _, num_heads, _, key_dim = _arena_shape(arena_S2HTD)
     check_queries(q_BHQD, num_heads, key_dim, table_BN, q_start_B, kv_len_B, window)
@@ -95,7 +95,8 @@ def append(
 
     Raises:
         ValueError: Shapes do not fit each other.
-        IndexError: A token's slot or position lies outside the arena; nothing was written.
+        IndexError: A token's slot or position lies outside the arena; nothing was written. A Triton
+            kernel stops instead.
     """
     _, _, num_heads, _, head_dim = _arena_shape(arena_S2HTD)
     rows_and_tokens = (k_BHQD.shape[0], k_BHQD.shape[2])
@@ -191,7 +192,7 @@ def digest(
 
     Raises:
         ValueError: Shapes or types do not fit each other, or there are too many bits.
-        IndexError: There is no such slot.
+        IndexError: There is no such slot; a Triton kernel stops instead.
     """
     _arena_shape(arena_S2HTD)
     if slots_N.ndim != 1 or slots_N.shape != num_tokens_N.shape:
@@ -223,7 +224,7 @@ def digest_score(
 
     Raises:
         ValueError: Shapes or types do not fit each other.
-        IndexError: The table names a digest that is not there.
+        IndexError: The table names a digest that is not there; a Triton kernel stops instead.
     """
     _, num_heads, key_dim = digests.low_NHD.shape
     check_queries(q_BHQD, num_heads, key_dim, table_BN, q_start_B, kv_len_B, window)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import specoffload_kernels as kernels
 from specoffload_kernels import registry
-from specoffload_kernels.gpu import gpu_path
+from specoffload_kernels.gpu import GpuPath, gpu_path
 from specoffload_kernels.registry import OPERATIONS, Operation
 
 CALLS = [
@@ -91,6 +91,15 @@ def test_every_device_has_a_path_and_says_which(name: str) -> None:
 
 def test_an_operation_without_a_triton_kernel_takes_the_torch_path_and_says_so() -> None:
     assert str(gpu_path("native")) == "torch (it has no Triton kernel)"
+
+
+def test_forcing_torch_holds_on_the_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = GpuPath(backend="triton", reason="", kernel=lambda *_: "by the kernel")
+    monkeypatch.setattr(registry, "gpu_path", lambda _: chosen)
+    operation, case = OPERATIONS["block_mass"], next(iter(CASES["block_mass"]()))
+    assert operation.on_gpu(*case.args) == "by the kernel"
+    with kernels.forced_backend("torch"):
+        assert_equals_definition(operation, case, operation.on_gpu)
 
 
 def test_the_public_functions_compile_whole() -> None:

@@ -24,8 +24,6 @@ OPTIONS = {"num_warps": 1, "num_stages": 2, "enable_fp_fusion": True}
 
 def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None) -> AttentionPart:
     """Combine parts; see ``specoffload_kernels.merge``."""
-    if len(parts) == 1 and sinks_H is None:
-        return parts[0]
     if any(part.block_lse_BHQN is None for part in parts):
         parts = [
             AttentionPart(out_BQHD=part.out_BQHD, lse_BHQ=part.lse_BHQ, block_lse_BHQN=None)
