@@ -66,7 +66,7 @@ def _oracle(case: Case, rows: list[list[int]]) -> list[torch.Tensor]:
     options = {"max_new_tokens": case.max_new_tokens}
     found = [plain_generate_with_gap(target, row, **options) for row in rows]
     alone = [tokens for tokens, _ in found]
-    # A tie within rounding has no right answer: one case in a hundred or so is put aside.
+    # A tie within rounding has no right answer: one case in eight is put aside.
     assume(min(gap for _, gap in found) > TOLERANCES[torch.float32].logits)
     if len(rows) > 1:
         batch = plain_generate(target, *pad_left(rows), **options)[:, max(case.lengths) :]
