@@ -10,7 +10,10 @@ import torch
 
 from specoffload_kernels.digests import DigestRule, Digests, DigestScore
 
-_STEP_BYTES = 32 << 20  # bound on the keys, and on the logits, of one step
+_STEP_BYTES = 4 << 20  # bound on the keys, and on the logits, of one step: what a cache holds
+_SPREAD = torch.tensor(
+    [sum((byte >> bit & 1) << 8 * bit for bit in range(8)) for byte in range(256)]
+)
 
 
 def digest_score(
@@ -55,7 +58,7 @@ def digest_score(
         num_tokens_Bn = digests.num_tokens_N[index_Bn].masked_fill(table_Bn < 0, 0)
         seen_BQnT &= (pos_nT % block_size < num_tokens_Bn[..., None])[:, None]
         if rule is DigestRule.SHADOW:
-            s_BHRnT = _logits(q_BHRD, _read_back(digests, index_Bn))
+            s_BHRnT = _shadow_logits(q_BHRD, digests, index_Bn)
             residual_BH1nT = _gather(digests.residual_NHT, index_Bn)[:, :, None]
             estimates.append(block_lse(s_BHRnT, seen_BQnT))
             uppers.append(block_lse(s_BHRnT.addcmul_(norm_BHR11, residual_BH1nT), seen_BQnT))
@@ -86,16 +89,28 @@ def _logits(q_BHRD: torch.Tensor, k_BHnTD: torch.Tensor) -> torch.Tensor:
     return torch.unflatten(s_BHRK, 3, (num_n, num_t))
 
 
-def _read_back(digests: Digests, index_Bn: torch.Tensor) -> torch.Tensor:
-    """Return the keys that the codes stand for, ``[B, H, n, T, D]`` float32."""
-    codes_BHnWTP = digests.codes_NHWTP[index_Bn].transpose(1, 2)
-    num_planes, head_dim = codes_BHnWTP.shape[3], digests.low_NHD.shape[2]
-    device = codes_BHnWTP.device
-    plane_W = torch.arange(num_planes - 1, -1, -1, dtype=torch.uint8, device=device)
-    bit_8 = torch.arange(8, dtype=torch.uint8, device=device)
-    bits_BHnWTP8 = (codes_BHnWTP[..., None] >> bit_8) & 1
-    codes_BHnTP8 = (bits_BHnWTP8 << plane_W[:, None, None, None]).sum(3, dtype=torch.uint8)
-    codes_BHnTD = codes_BHnTP8.flatten(-2)[..., :head_dim].float()
-    low_BHn1D = _gather(digests.low_NHD, index_Bn)[..., None, :]
-    step_BHn1D = (_gather(digests.high_NHD, index_Bn)[..., None, :] - low_BHn1D) / 2**num_planes
-    return torch.addcmul(low_BHn1D, codes_BHnTD + 0.5, step_BHn1D)
+def _shadow_logits(q_BHRD: torch.Tensor, digests: Digests, index_Bn: torch.Tensor) -> torch.Tensor:
+    """Return the logits of keys read back as ``low + (code + 0.5) * step``.
+
+    The query takes the step, so that the codes are multiplied as they are.
+    """
+    low_BHnD = _gather(digests.low_NHD, index_Bn)
+    box_BHnD = _gather(digests.high_NHD, index_Bn) - low_BHnD
+    step_BHnD = box_BHnD / 2 ** digests.codes_NHWTP.shape[2]
+    q_BHnRD = q_BHRD[:, :, None] * step_BHnD[:, :, :, None]
+    s_BHnRT = torch.matmul(q_BHnRD, _codes(digests, index_Bn).transpose(-1, -2))
+    first_BHRn = torch.matmul(q_BHRD, (low_BHnD + 0.5 * step_BHnD).transpose(-1, -2))
+    return s_BHnRT.transpose(2, 3).add_(first_BHRn[..., None])
+
+
+def _codes(digests: Digests, index_Bn: torch.Tensor) -> torch.Tensor:
+    """Return the codes as numbers, ``[B, H, n, T, D]`` float32."""
+    planes_BHnWTP = digests.codes_NHWTP[index_Bn].transpose(1, 2)
+    num_planes, head_dim = planes_BHnWTP.shape[3], digests.low_NHD.shape[2]
+    # A byte's bits spread over eight bytes, of which one int64 holds the codes of eight channels.
+    spread_256 = _SPREAD.to(planes_BHnWTP.device)
+    bits_BHnWTP = spread_256.index_select(0, planes_BHnWTP.flatten().int()).view_as(planes_BHnWTP)
+    codes_BHnTP = bits_BHnWTP.new_zeros((*planes_BHnWTP.shape[:3], *planes_BHnWTP.shape[4:]))
+    for w in range(num_planes):
+        codes_BHnTP.mul_(2).add_(bits_BHnWTP[:, :, :, w])
+    return codes_BHnTP.view(torch.uint8)[..., :head_dim].float()
