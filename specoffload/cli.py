@@ -194,6 +194,11 @@ def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command.add_argument(
         "--disk", type=Path, metavar="DIR", help="folder to test (default: the temporary one)"
     )
+    command.add_argument(
+        "--faults",
+        action="store_true",
+        help="let the disk there go wrong on purpose, and check that every fault is reported",
+    )
     command.set_defaults(run=_doctor)
 
 
@@ -300,7 +305,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from specoffload.doctor import run_doctor
 
     _quiet()
-    return run_doctor(disk=args.disk)
+    return run_doctor(disk=args.disk, faults=args.faults)
 
 
 def _load(args: argparse.Namespace) -> Pair:

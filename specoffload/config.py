@@ -25,6 +25,8 @@ _UNITS: Final = {
 }
 _SIZE: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
 
+_DISK_IO: Final = ("auto", "direct", "buffered")
+
 MAX_DRAFT_TOKENS: Final = 16
 """Most tokens drafted in a round: a verify pass takes at most one row more."""
 
@@ -69,6 +71,9 @@ class SpecOffloadConfig:
         host_budget: bytes of host memory for blocks that left the device. "auto": half of what
             the machine (or its container) has free; 0: none.
         disk_path: folder for the spill file, for what fits neither; None: no disk tier.
+        disk_io: "buffered": through the page cache, which serves reads from whatever memory is
+            free. "direct": past it (O_DIRECT), for blocks of whole pages. "auto": direct where the
+            device is a GPU and folder and blocks allow it, else buffered.
         block_size: tokens of one block; a power of two.
         num_draft_tokens: gamma, the tokens drafted a round; 0 is plain decoding through the pool.
             "auto": chosen each round from the measured acceptance, draft time and verify time.
@@ -80,6 +85,7 @@ class SpecOffloadConfig:
     device_budget: int | str | None = None
     host_budget: int | str = "auto"
     disk_path: str | Path | None = None
+    disk_io: Literal["auto", "direct", "buffered"] = "auto"
     block_size: int = 64
     num_draft_tokens: int | Literal["auto"] = "auto"
     prefill_chunk: int = 512
@@ -91,6 +97,10 @@ class SpecOffloadConfig:
             parse_bytes(self.device_budget, name="device_budget")
         if self.host_budget != "auto":
             parse_bytes(self.host_budget, name="host_budget")
+        if self.disk_io not in _DISK_IO:
+            raise ConfigError(
+                f"disk_io={self.disk_io!r} must be one of {', '.join(map(repr, _DISK_IO))}"
+            )
         size = self.block_size
         if not _is_int(size) or not 1 <= size <= 1024 or size & (size - 1):
             raise ConfigError(f"block_size={size!r} must be a power of two from 1 to 1024")

@@ -17,6 +17,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Final, cast
 
+import numpy as np
 import torch
 
 import specoffload_kernels
@@ -26,6 +27,9 @@ from specoffload.config import SpecOffloadConfig, format_bytes
 from specoffload.errors import SpecOffloadError
 from specoffload.pairs import demo_unavailable_reason, load_pair
 from specoffload.runner import SpecOffloadRunner
+from specoffload.tiers.disk import SpillFile, direct_io_problem
+from specoffload.tiers.fault_check import check_faults
+from specoffload.tiers.ram import allocate
 
 _PACKAGES: Final = ("torch", "transformers", "accelerate", "numpy", "triton")
 _CPU_FEATURES: Final = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "asimd", "sve")
@@ -50,16 +54,21 @@ class Finding:
     verdict: Verdict = Verdict.FINE
 
 
-def run_doctor(*, disk: Path | None = None) -> int:
-    """Print what was found as it is found; return 1 if a check failed, else 0."""
+def run_doctor(*, disk: Path | None = None, faults: bool = False) -> int:
+    """Print what was found as it is found; return 1 if a check failed, else 0.
+
+    Args:
+        disk: where a spill file would lie; the folder for temporary files if None.
+        faults: let the disk go wrong there, in every way that is known, and see what comes of it.
+    """
     broken = False
-    for finding in _examine(disk or Path(tempfile.gettempdir())):
+    for finding in _examine(disk or Path(tempfile.gettempdir()), faults=faults):
         print(f"{finding.verdict.value:<6}{finding.topic:<14}{finding.text}", flush=True)
         broken |= finding.verdict is Verdict.BROKEN
     return 1 if broken else 0
 
 
-def _examine(disk: Path) -> Iterator[Finding]:
+def _examine(disk: Path, *, faults: bool) -> Iterator[Finding]:
     yield Finding(topic="python", text=f"{platform.python_version()} on {platform.platform()}")
     for package in _PACKAGES:
         yield _version(package)
@@ -69,6 +78,8 @@ def _examine(disk: Path) -> Iterator[Finding]:
     yield _kernel()
     yield from _operations()
     yield _disk(disk)
+    if faults:
+        yield from _faults(disk)
     yield _demo_pair()
     yield _self_check()
 
@@ -143,23 +154,35 @@ def _operations() -> Iterator[Finding]:
 
 
 def _disk(folder: Path) -> Finding:
-    """Write a block there and read it back, as the spill file would."""
-    content = os.urandom(_BLOCK_BYTES)
+    """Write a block there and read it back through a spill file."""
+    block, found = allocate(_BLOCK_BYTES).numpy(), allocate(_BLOCK_BYTES).numpy()
+    block[:] = np.frombuffer(os.urandom(_BLOCK_BYTES), np.uint8)
     try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, _BLOCK_BYTES)
-            os.pwrite(file.fileno(), content, 0)
-            os.fsync(file.fileno())
-            same = os.pread(file.fileno(), _BLOCK_BYTES, 0) == content
+        problem = direct_io_problem(folder)
+        spill = SpillFile(folder, _BLOCK_BYTES, 1, direct=problem is None)
+        with contextlib.closing(spill):
+            spill.write(np.array([0], np.int32), [block])
+            spill.read(np.array([0], np.int32), [found])
         stats = os.statvfs(folder)
     except OSError as error:
         return Finding(topic="disk", text=f"{folder}: {error}", verdict=Verdict.BROKEN)
-    if not same:
-        return Finding(
-            topic="disk", text=f"{folder}: reads back other bytes", verdict=Verdict.BROKEN
-        )
     free = format_bytes(stats.f_bavail * stats.f_frsize)
-    return Finding(topic="disk", text=f"{folder}: written and read back, {free} free")
+    direct = (
+        "direct I/O works" if problem is None else f"no direct I/O, buffered instead ({problem})"
+    )
+    return Finding(topic="disk", text=f"{folder}: written and read back, {free} free, {direct}")
+
+
+def _faults(folder: Path) -> Iterator[Finding]:
+    try:
+        for name, problem in check_faults(folder):
+            yield Finding(
+                topic="disk fault",
+                text=f"{name}: " + ("handled" if problem is None else problem),
+                verdict=Verdict.FINE if problem is None else Verdict.BROKEN,
+            )
+    except OSError as error:
+        yield Finding(topic="disk fault", text=f"{folder}: {error}", verdict=Verdict.BROKEN)
 
 
 def _demo_pair() -> Finding:

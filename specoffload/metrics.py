@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from specoffload.report import BlockShare, RunReport
 from specoffload.tiers.device import DeviceMemory
+from specoffload.tiers.homes import Homes
 from specoffload.tiers.pool import BlockPool
-from specoffload.tiers.transfer import Homes
 
 
 @dataclass
@@ -70,6 +70,7 @@ class Meter:
         self,
         *,
         stall_s: float,
+        engine_bytes: int,
         prompt_tokens: int,
         device_budget_bytes: int | None,
         kernel: str,
@@ -94,6 +95,7 @@ class Meter:
             draft_s=self.draft_s,
             verify_s=self.verify_s,
             stall_s=stall_s,
+            engine_bytes=engine_bytes,
             bytes_up=self.bytes_up,
             bytes_down=self.bytes_down,
             blocks_filled=self.blocks_filled,

@@ -48,6 +48,7 @@ class RunReport:
         peak_device_bytes: most bytes in use at once, staging included; at most `device_bytes`.
         host_bytes: bytes of the host arena.
         disk_bytes: bytes of the spill file.
+        engine_bytes: most bytes that the transfer engine itself held at once.
         kv_bytes: bytes that all blocks of the call would take on the device at once.
         kernel: which attention path ran.
         focus: the blocks with the most attention mass in the last verify, sinks and newest
@@ -77,6 +78,7 @@ class RunReport:
     peak_device_bytes: int = 0
     host_bytes: int = 0
     disk_bytes: int = 0
+    engine_bytes: int = 0
     kv_bytes: int = 0
     kernel: str = ""
     focus: tuple[BlockShare, ...] = field(default=())
@@ -107,7 +109,8 @@ class RunReport:
             ("moved", f"{format_bytes(self.bytes_up)} up, {format_bytes(self.bytes_down)} down"),
             (
                 "below",
-                f"host {format_bytes(self.host_bytes)}, disk {format_bytes(self.disk_bytes)}",
+                f"host {format_bytes(self.host_bytes)}, disk {format_bytes(self.disk_bytes)},"
+                f" engine {format_bytes(self.engine_bytes)}",
             ),
             ("kernel", self.kernel),
         ]

@@ -16,17 +16,24 @@ from transformers import PreTrainedModel
 from specoffload.config import SpecOffloadConfig, parse_bytes
 from specoffload.core.budget import Need, Share, span_blocks, split
 from specoffload.decoding import Decoding, Streamer
-from specoffload.errors import BudgetError, SpecOffloadError, UnsupportedModelError
+from specoffload.errors import (
+    BudgetError,
+    ConfigError,
+    SpecOffloadError,
+    UnsupportedModelError,
+)
 from specoffload.hf.models import check_length, check_pair, kv_shape
 from specoffload.hf.requests import Request, read_request
 from specoffload.metrics import Meter
 from specoffload.report import BlockShare, RunReport
 from specoffload.speculation import Lane
 from specoffload.tiers.device import DeviceMemory, KVShape
-from specoffload.tiers.disk import SpillFile
+from specoffload.tiers.disk import SpillFile, direct_io_problem
+from specoffload.tiers.homes import Homes
 from specoffload.tiers.host import HostArena, available_host_bytes
 from specoffload.tiers.pool import BlockPool
-from specoffload.tiers.transfer import Homes, Mover
+from specoffload.tiers.ram import PAGE
+from specoffload.tiers.transfer import Mover
 from specoffload_fusion import Signal, focus
 from specoffload_kernels import backend
 
@@ -50,6 +57,7 @@ class SpecOffloadRunner:
         ConfigError: an option is unknown or invalid.
         UnsupportedModelError: a model cannot be paged, or the pair does not share a vocabulary.
         BudgetError: `device_budget` cannot hold the working set of one row.
+        SpillError: `disk_path` cannot hold a spill file of the kind that `disk_io` asks for.
     """
 
     def __init__(
@@ -86,9 +94,7 @@ class SpecOffloadRunner:
                 " block_size or num_draft_tokens",
                 required_bytes=self.minimum_device_bytes,
             )
-        if config.disk_path is not None:
-            # A folder that cannot hold a spill file is better known now than at the first call.
-            SpillFile(Path(config.disk_path), 1, 0).close()
+        self._direct_io = self._check_disk(device)
         self._memory = DeviceMemory(device, limit)
         self._mover = Mover()
         self._busy = threading.Lock()
@@ -189,6 +195,28 @@ class SpecOffloadRunner:
 
     # ---- one call
 
+    def _check_disk(self, device: torch.device) -> list[bool]:
+        """Return which models' spill files go past the page cache.
+
+        A folder that cannot hold one is better known now than at the first call.
+        """
+        if self.config.disk_path is None:
+            return [False] * len(self._shapes)
+        folder, asked = Path(self.config.disk_path), self.config.disk_io
+        SpillFile(folder, PAGE, 1, direct=asked == "direct").close()
+        in_pages = [shape.block_bytes % PAGE == 0 for shape in self._shapes]
+        if asked == "direct" and not all(in_pages):
+            sizes = " and ".join(str(shape.block_bytes) for shape in self._shapes)
+            raise ConfigError(
+                f"disk_io='direct' moves whole pages of {PAGE} bytes, and blocks have {sizes}:"
+                " raise block_size, or set disk_io to 'auto' or 'buffered'"
+            )
+        # On a machine without a GPU the page cache is memory that nothing else could use.
+        possible = asked == "direct" or (
+            asked == "auto" and device.type != "cpu" and direct_io_problem(folder) is None
+        )
+        return [possible and fits for fits in in_pages]
+
     def _read(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None, **limits: Any
     ) -> Request:
@@ -226,6 +254,7 @@ class SpecOffloadRunner:
                 self._signal = decoding.signal
         self._report = meter.report(
             stall_s=self._mover.stall_s,
+            engine_bytes=self._mover.peak_bytes,
             prompt_tokens=sum(map(len, request.prompts)),
             device_budget_bytes=self._memory.limit_bytes,
             kernel=backend(),
@@ -280,8 +309,10 @@ class SpecOffloadRunner:
         pools: list[BlockPool] = []
         homes: list[Homes] = []
         try:
-            for shape, share in zip(self._shapes, plan.shares, strict=True):
-                homes.append(self._homes(shape, share))
+            for shape, share, direct in zip(
+                self._shapes, plan.shares, self._direct_io, strict=True
+            ):
+                homes.append(self._homes(shape, share, direct=direct))
             memories = self._memory.carve(
                 [
                     (share.num_slots + share.num_staging) * shape.block_bytes
@@ -321,11 +352,13 @@ class SpecOffloadRunner:
             for home in homes:
                 home.close()
 
-    def _homes(self, shape: KVShape, share: Share) -> Homes:
+    def _homes(self, shape: KVShape, share: Share, *, direct: bool) -> Homes:
         spill = None
         if share.num_extents:
             assert self.config.disk_path is not None
-            spill = SpillFile(Path(self.config.disk_path), shape.block_bytes, share.num_extents)
+            spill = SpillFile(
+                Path(self.config.disk_path), shape.block_bytes, share.num_extents, direct=direct
+            )
         return Homes(HostArena(share.num_host_slots, shape.block_bytes), spill)
 
     def _focus(self) -> tuple[BlockShare, ...]:

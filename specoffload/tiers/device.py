@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from specoffload.tiers import ram
+from specoffload.tiers.access import COMPUTE, MEMORY, Span, active_log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,10 @@ class DeviceArena:
             .view(num_slots, 2, shape.num_kv_heads, shape.block_size, shape.head_dim)
         )
         self._poison = poison
+        self._block_bytes = shape.block_bytes
+        self._log = active_log()
         if poison:
+            self._record_write(np.arange(num_slots))
             self.tensor.fill_(torch.nan)
 
     @property
@@ -131,6 +135,9 @@ class DeviceArena:
     def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         """Copy slots to other slots; no slot is in both."""
         if len(source):
+            if self._log is not None:
+                self._log.read(self.span(source), COMPUTE)
+            self._record_write(target)
             self.tensor[torch.from_numpy(target.astype(np.int64))] = self.tensor[
                 torch.from_numpy(source.astype(np.int64))
             ]
@@ -138,4 +145,23 @@ class DeviceArena:
     def freed(self, slots: npt.NDArray[np.int32]) -> None:
         """Note that slots hold nothing any more."""
         if self._poison and len(slots):
+            self._record_write(slots)
             self.tensor[torch.from_numpy(slots.astype(np.int64))] = torch.nan
+
+    # ---- for the record of accesses
+
+    def span(self, slots: npt.NDArray[np.integer]) -> Span:
+        """Return the memory of some slots."""
+        starts = self._bytes.data_ptr() + slots.astype(np.int64) * self._block_bytes
+        return Span(space=MEMORY, starts=starts, size=self._block_bytes)
+
+    def computes_on(self, table: torch.Tensor, *, writes: bool = False) -> None:
+        """Take note that compute reads, or writes, the slots in a table; -1 is none."""
+        if self._log is not None:
+            slots = np.unique(table.cpu().numpy())
+            note = self._log.write if writes else self._log.read
+            note(self.span(slots[slots >= 0]), COMPUTE)
+
+    def _record_write(self, slots: npt.NDArray[np.integer]) -> None:
+        if self._log is not None:
+            self._log.write(self.span(slots), COMPUTE)

@@ -8,22 +8,25 @@ not a signal later. A block is never served unless its checksum matches.
 from __future__ import annotations
 
 import errno
-import os
-import tempfile
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from specoffload.errors import CorruptBlockError, SpillError
+from specoffload.tiers.access import Span
+from specoffload.tiers.file_calls import FileCalls
+from specoffload.tiers.ram import PAGE, allocate
 
 _Buffer: TypeAlias = npt.NDArray[np.uint8]
-_Vectored: TypeAlias = Callable[[int, Any, int], int]
-_MAX_RUN = 256
+_Vectored: TypeAlias = Callable[[int, Sequence[Any], int], int]
+_MAX_RUN: Final = 256
 """Most extents in one system call; IOV_MAX is 1,024."""
+_numbers = itertools.count()
 
 
 class SpillFile:
@@ -33,34 +36,55 @@ class SpillFile:
         folder: where the file lies.
         extent_bytes: size of one block.
         num_extents: how many the file is made to hold.
+        direct: go past the page cache. Extents are a multiple of `PAGE` then, and every buffer
+            starts at one.
+        calls: the system calls.
 
     Raises:
-        SpillError: the folder cannot be written to, or has no room for the file.
+        SpillError: the folder cannot be written to, has no room for the file, or lies on a file
+            system that cannot go past the page cache.
     """
 
-    def __init__(self, folder: Path, extent_bytes: int, num_extents: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        extent_bytes: int,
+        num_extents: int,
+        *,
+        direct: bool = False,
+        calls: FileCalls | None = None,
+    ) -> None:
+        assert not direct or extent_bytes % PAGE == 0, "direct I/O moves whole pages"
         self._folder = folder
+        self._space = f"spill file {next(_numbers)}"
         self._extent_bytes = extent_bytes
+        self._direct = direct
+        self._calls = FileCalls() if calls is None else calls
         self._checksums = np.zeros(num_extents, np.uint64)
         self._written = np.zeros(num_extents, bool)
-        self._fd = _open_unnamed(folder)
-        if num_extents:
-            try:
-                os.posix_fallocate(self._fd, 0, self.num_bytes)
-            except OSError as error:
-                self.close()
-                raise SpillError(
-                    error.errno,
-                    f"cannot reserve {self.num_bytes} bytes of spill file"
-                    f" ({error.strerror}): free some space, choose another disk_path,"
-                    " or raise host_budget",
-                    str(folder),
-                ) from error
+        try:
+            self._fd = self._calls.open_unnamed(folder)
+        except OSError as error:
+            raise self._error(
+                error,
+                f"disk_path cannot hold a spill file ({error.strerror}):"
+                " name an existing folder that this user may write to",
+            ) from error
+        try:
+            self._prepare()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def num_bytes(self) -> int:
         """Bytes reserved."""
         return len(self._checksums) * self._extent_bytes
+
+    def span(self, extents: npt.NDArray[np.int32]) -> Span:
+        """Return where some extents lie, for the record of accesses."""
+        starts = extents.astype(np.int64) * self._extent_bytes
+        return Span(space=self._space, starts=starts, size=self._extent_bytes)
 
     def write(self, extents: npt.NDArray[np.int32], blocks: Sequence[_Buffer]) -> None:
         """Write blocks to extents; returns when all of them are in the file.
@@ -70,7 +94,7 @@ class SpillFile:
         """
         self._written[extents] = False
         for first, run in _runs(extents, blocks):
-            self._all_of(os.pwritev, run, first, "write")
+            self._all_of(self._calls.write, run, first, "write")
         for extent, block in zip(extents, blocks, strict=True):
             self._checksums[extent] = _checksum(block)
         self._written[extents] = True
@@ -83,7 +107,7 @@ class SpillFile:
             SpillError: the read failed.
         """
         for first, run in _runs(extents, blocks):
-            self._all_of(os.preadv, run, first, "read")
+            self._all_of(self._calls.read, run, first, "read")
         for extent, block in zip(extents, blocks, strict=True):
             if not self._written[extent] or self._checksums[extent] != _checksum(block):
                 raise CorruptBlockError(
@@ -95,8 +119,33 @@ class SpillFile:
     def close(self) -> None:
         """Close the file; its space is free at once. Idempotent."""
         if self._fd >= 0:
-            os.close(self._fd)
+            self._calls.close(self._fd)
             self._fd = -1
+
+    def _prepare(self) -> None:
+        """Reserve the space, and see whether the file system does what is asked of it."""
+        if self.num_bytes:
+            try:
+                self._calls.reserve(self._fd, self.num_bytes)
+            except OSError as error:
+                raise self._error(
+                    error,
+                    f"cannot reserve {self.num_bytes} bytes of spill file"
+                    f" ({error.strerror}): free some space, choose another disk_path,"
+                    " or raise host_budget",
+                ) from error
+        if self._direct:
+            try:
+                self._calls.bypass_page_cache(self._fd)
+                # Some file systems take the flag, and refuse the first transfer.
+                if self.num_bytes:
+                    self._calls.read(self._fd, [allocate(PAGE).numpy()], 0)
+            except OSError as error:
+                raise self._error(
+                    error,
+                    f"the file system of disk_path has no direct I/O ({error.strerror}):"
+                    " set disk_io to 'buffered' or 'auto', or choose another disk_path",
+                ) from error
 
     def _all_of(self, call: _Vectored, run: list[_Buffer], first: int, verb: str) -> None:
         """Transfer a run of neighbouring extents whole: the kernel may stop short of the end."""
@@ -107,18 +156,33 @@ class SpillFile:
             try:
                 moved = call(self._fd, rest, offset + done)
             except OSError as error:
-                raise SpillError(
-                    error.errno,
-                    f"cannot {verb} a block: {error.strerror}",
-                    str(self._folder),
-                ) from error
-            if moved == 0:
+                raise self._error(error, f"cannot {verb} a block: {error.strerror}") from error
+            if self._direct:
+                moved -= moved % PAGE  # what follows must start at a page again
+            if moved <= 0:
                 raise SpillError(
                     errno.EIO,
                     f"cannot {verb} a block: the spill file ends early",
                     str(self._folder),
                 )
             done += moved
+
+    def _error(self, cause: OSError, message: str) -> SpillError:
+        return SpillError(cause.errno, message, str(self._folder))
+
+
+def direct_io_problem(folder: Path) -> str | None:
+    """Return why a folder's files cannot go past the page cache; None if they can.
+
+    Raises:
+        SpillError: the folder cannot hold a spill file at all.
+    """
+    SpillFile(folder, PAGE, 1).close()
+    try:
+        SpillFile(folder, PAGE, 1, direct=True).close()
+    except SpillError as error:
+        return str(error.__cause__)
+    return None
 
 
 def _runs(
@@ -134,26 +198,3 @@ def _runs(
 
 def _checksum(block: _Buffer) -> int:
     return xxhash.xxh3_64_intdigest(block.data)
-
-
-def _open_unnamed(folder: Path) -> int:
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-            raise _unusable(folder, error) from error
-    try:
-        fd, name = tempfile.mkstemp(prefix="specoffload-", suffix=".spill", dir=folder)
-    except OSError as error:
-        raise _unusable(folder, error) from error
-    Path(name).unlink()
-    return fd
-
-
-def _unusable(folder: Path, error: OSError) -> SpillError:
-    return SpillError(
-        error.errno,
-        f"disk_path cannot hold a spill file ({error.strerror}):"
-        " name an existing folder that this user may write to",
-        str(folder),
-    )

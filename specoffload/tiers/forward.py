@@ -66,6 +66,7 @@ class ForwardPass:
 
     def append(self, layer: int, k_BHQD: torch.Tensor, v_BHQD: torch.Tensor) -> None:
         """Write a layer's new keys and values behind the frontier of each row."""
+        self._pool.arena.computes_on(self._slot_LBQ[layer], writes=True)
         append(self._pool.arena.tensor, k_BHQD, v_BHQD, self._slot_LBQ[layer], self._offset_BQ)
 
     def attend(
@@ -86,6 +87,7 @@ class ForwardPass:
         arena = self._pool.arena.tensor
 
         def part(table_BN: torch.Tensor) -> AttentionPart:
+            self._pool.arena.computes_on(table_BN)
             return paged_attention(
                 q_BHQD,
                 arena,

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from specoffload.tiers import ram
+from specoffload.tiers.access import MEMORY, Span
 
 _CGROUP = (
     (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
@@ -30,6 +31,12 @@ class HostArena:
     def num_bytes(self) -> int:
         """Bytes of the arena."""
         return self.slot_bytes.nbytes
+
+    def span(self, slots: npt.NDArray[np.int32]) -> Span:
+        """Return the memory of some host slots, for the record of accesses."""
+        size = self.slot_bytes.shape[1]
+        starts = self.slot_bytes.ctypes.data + slots.astype(np.int64) * size
+        return Span(space=MEMORY, starts=starts, size=size)
 
 
 def available_host_bytes() -> int:

@@ -8,8 +8,7 @@ log-sum-exp (`forward.py`). So attention is exact at any budget.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,9 +18,12 @@ from specoffload.core.budget import Share, span_blocks
 from specoffload.core.ledger import Ledger
 from specoffload.core.policy import lru
 from specoffload.core.residency import MoveKind, NoRoomError, Residency, Ticket, Units
+from specoffload.tiers.access import Guard
 from specoffload.tiers.device import DeviceArena, DeviceMemory, KVShape
 from specoffload.tiers.forward import ForwardPass
-from specoffload.tiers.transfer import Homes, Mover
+from specoffload.tiers.homes import Homes
+from specoffload.tiers.move import Move, Priority
+from specoffload.tiers.transfer import Mover
 
 _STORE_BATCH = 64
 """Blocks in one store: large enough to be one system call, small enough to free slots soon."""
@@ -91,7 +93,7 @@ class BlockPool:
         # First block of each layer and row that its sliding window may still reach.
         self._first_block = np.zeros((shape.num_layers, num_rows), np.int64)
         self._round = 0
-        self._moves: deque[tuple[Ticket, Future[None]]] = deque()
+        self._moves: deque[tuple[Ticket, Move]] = deque()
 
     @property
     def is_offloading(self) -> bool:
@@ -231,6 +233,10 @@ class BlockPool:
 
     # ---- moves
 
+    def loads_in_flight(self) -> Iterator[tuple[Ticket, Move]]:
+        """Yield the promotions that are not recorded as over yet."""
+        return (pair for pair in self._moves if pair[0].kind is MoveKind.LOAD)
+
     def _units_of(self, row: int, first: int, end: int) -> Units:
         return self.residency.units(self._layers[:, None], row, np.arange(first, end)[None, :])
 
@@ -265,7 +271,6 @@ class BlockPool:
                 units = lru.victims(self.residency, candidates, lacking)
                 self.arena.freed(self.residency.demote(units))
             elif self._moves:
-                # Protects the slots that a store still reads from being written again.
                 self._settle_move()
             else:
                 raise NoRoomError(
@@ -289,12 +294,19 @@ class BlockPool:
         units = self.residency.loadable()[: min(spare, _STORE_BATCH)]
         if len(units):
             ticket = self.residency.prepare_load(units)
-            self._moves.append(
-                (ticket, self.mover.load(self.homes, self.arena, ticket.slots, ticket.homes))
+            move = self.mover.load(
+                self.homes,
+                self.arena,
+                ticket.slots,
+                ticket.homes,
+                # The next pass streams these blocks if they are late, whereas somebody may wait for
+                # the slots that a write-down frees: so they go after everything else.
+                priority=Priority.RECALL,
             )
+            self._moves.append((ticket, move))
 
     def _reap(self) -> None:
-        while self._moves and self._moves[0][1].done():
+        while self._moves and self._moves[0][1].is_over:
             self._settle_move()
 
     def _finish_moves(self) -> None:
@@ -303,9 +315,11 @@ class BlockPool:
 
     def _settle_move(self) -> None:
         """Wait for the oldest move and record how it went; raise what it raised."""
-        ticket, future = self._moves[0]
+        ticket, move = self._moves[0]
+        is_store = ticket.kind is MoveKind.STORE
+        self.mover.wait(move, Guard.REUSE_AFTER_STORE if is_store else Guard.READ_AFTER_PROMOTION)
         try:
-            self.mover.wait(future)
+            move.check()
         except OSError:
             self._moves.popleft()
             self.residency.fail(ticket)
@@ -313,7 +327,7 @@ class BlockPool:
         self._moves.popleft()
         self.residency.complete(ticket)
         moved = len(ticket.units) * self.shape.block_bytes
-        if ticket.kind is MoveKind.STORE:
+        if is_store:
             self.counters.bytes_down += moved
             self.counters.blocks_written += len(ticket.units)
         else:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from typing import Final
 
 import torch
+
+PAGE: Final = mmap.PAGESIZE
+"""Bytes of a page: what direct I/O moves, and what memory is pinned by."""
 
 _HUGE_PAGE = 2 << 20
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,63 +14,87 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from specoffload.tiers.access import Guard
+from specoffload.tiers.move import Move
+
 if TYPE_CHECKING:
     from specoffload.tiers.pool import BlockPool
 
 
 @dataclass(frozen=True, kw_only=True)
 class Chunk:
-    """Absent blocks of one layer that fit one half of the staging area."""
+    """Absent blocks of one layer that are read together, and the slots that they will be in.
+
+    Attributes:
+        homes: where they are loaded from; None if a move in flight brings them.
+        move: that move.
+    """
 
     layer: int
     rows: npt.NDArray[np.int64]
     blocks: npt.NDArray[np.int64]
     slots: npt.NDArray[np.int32]
-    homes: npt.NDArray[np.int32]
+    homes: npt.NDArray[np.int32] | None = None
+    move: Move | None = None
 
 
 class Stream:
-    """Brings a pass's absent blocks through the two halves of the staging area, in layer order."""
+    """Brings a pass's absent blocks through the two halves of the staging area, in layer order.
+
+    Blocks that are on their way to slots of their own are not loaded a second time: the pass joins
+    the move that brings them.
+    """
 
     def __init__(self, pool: BlockPool, rows: npt.NDArray[np.int64], num_blocks: int) -> None:
         self._pool = pool
         self._num_rows = len(rows)
         self._num_blocks = num_blocks
-        self._chunks = list(self._plan(rows)) if pool.is_offloading else []
-        self._next = 0
-        self._loads: deque[Future[None]] = deque()
+        staged = list(self._plan(rows)) if pool.is_offloading else []
+        joined = list(self._joined(rows)) if pool.is_offloading else []
+        # Within a layer what is on its way comes last; sorting is stable.
+        self._chunks = deque(sorted([*staged, *joined], key=lambda chunk: chunk.layer))
+        self._unsent = deque(staged)
+        self._loads: deque[Move] = deque()
+        self._holds = [chunk.move for chunk in joined if chunk.move is not None]
+        for move in self._holds:
+            pool.mover.join(move)
         self._submit()
         self._submit()
 
     def tables(self, layer: int) -> Iterator[torch.Tensor]:
-        """Yield a block table `[B, N]` for each chunk of a layer, while it lies in staging."""
-        while self._next - len(self._loads) < len(self._chunks):
-            chunk = self._chunks[self._next - len(self._loads)]
-            if chunk.layer != layer:
-                break
-            # Protects the staging slots' new contents from being read before the load wrote them.
-            self._pool.mover.wait(self._loads[0])
+        """Yield a block table `[B, N]` for each chunk of a layer, while its slots hold it."""
+        while self._chunks and self._chunks[0].layer == layer:
+            chunk = self._chunks[0]
+            if chunk.move is None:
+                move, guard = self._loads[0], Guard.READ_AFTER_LOAD
+            else:
+                move, guard = chunk.move, Guard.READ_AFTER_JOIN
+            self._pool.mover.wait(move, guard)
+            move.check()
             table_BN = np.full((self._num_rows, self._num_blocks), -1, np.int32)
             table_BN[chunk.rows, chunk.blocks] = chunk.slots
             yield torch.from_numpy(table_BN)
-            # The reader is done with this half: only now may the next load write it.
-            self._loads.popleft()
-            self._pool.counters.bytes_up += len(chunk.slots) * self._pool.shape.block_bytes
-            self._submit()
+            self._chunks.popleft()
+            if chunk.move is None:
+                # The reader is done with this half: only now may the next load write it.
+                self._loads.popleft()
+                self._pool.counters.bytes_up += len(chunk.slots) * self._pool.shape.block_bytes
+                self._submit()
 
     def close(self) -> None:
-        """Stop; return when no load writes the staging slots any more."""
-        for future in self._loads:
-            if not future.cancel():
-                future.exception()
+        """Stop; return when no load writes the staging slots any more. Idempotent."""
+        for move in [*self._loads, *self._holds]:
+            self._pool.mover.cancel(move)
         self._loads.clear()
-        self._chunks = []
+        self._holds.clear()
+        self._chunks.clear()
+        self._unsent.clear()
 
     def _plan(self, rows: npt.NDArray[np.int64]) -> Iterator[Chunk]:
         pool = self._pool
         half = len(pool.staging) // 2
         residency = pool.residency
-        absent = residency.stored & (residency.slot < 0)
+        absent = residency.stored & (residency.slot < 0) & ~residency.in_flight
         parity = 0
         for layer in range(pool.shape.num_layers):
             row, block = np.nonzero(absent[layer, rows, : self._num_blocks])
@@ -87,9 +110,26 @@ class Stream:
                 )
                 parity ^= 1
 
+    def _joined(self, rows: npt.NDArray[np.int64]) -> Iterator[Chunk]:
+        shape = self._pool.residency.shape
+        place = np.full(shape[1], -1)
+        place[rows] = np.arange(len(rows))
+        for ticket, move in self._pool.loads_in_flight():
+            layer, row, block = np.unravel_index(ticket.units, shape)
+            wanted = (place[row] >= 0) & (block < self._num_blocks)
+            for each in np.unique(layer[wanted]):
+                here = wanted & (layer == each)
+                yield Chunk(
+                    layer=int(each),
+                    rows=place[row[here]],
+                    blocks=block[here],
+                    slots=ticket.slots[here],
+                    move=move,
+                )
+
     def _submit(self) -> None:
-        if self._next < len(self._chunks):
-            chunk = self._chunks[self._next]
+        if self._unsent:
+            chunk = self._unsent.popleft()
+            assert chunk.homes is not None
             pool = self._pool
             self._loads.append(pool.mover.load(pool.homes, pool.arena, chunk.slots, chunk.homes))
-            self._next += 1

@@ -1,139 +1,125 @@
 """Carries blocks between the device arena and their homes, on threads of its own.
 
-The main thread computes and decides; the two threads here only copy bytes. One loads, one stores:
-a demand load never waits behind a store. Every wait in this file says which read or write it
-protects.
+The main thread computes and decides; the two threads here only copy bytes, one for each direction,
+so that a demand load never waits behind a store. Every wait names the `Guard` it is for.
 """
 
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+import weakref
+from functools import partial
 
-import numpy as np
-import numpy.typing as npt
-
+from specoffload.tiers.access import Guard
 from specoffload.tiers.device import DeviceArena
-from specoffload.tiers.disk import SpillFile
-from specoffload.tiers.host import HostArena
+from specoffload.tiers.homes import Homes, Places
+from specoffload.tiers.move import Direction, Move, Priority
+from specoffload.tiers.queue import MoveQueue
 
-Places = npt.NDArray[np.int32]
-
-
-class Homes:
-    """Where blocks lie below the device: host slots `[0, n)`, then extents of a spill file.
-
-    Args:
-        host: the host arena; may have no slots.
-        spill: the spill file; None where there is no disk tier.
-    """
-
-    def __init__(self, host: HostArena, spill: SpillFile | None) -> None:
-        self._host = host
-        self._spill = spill
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the host arena."""
-        return self._host.num_bytes
-
-    @property
-    def disk_bytes(self) -> int:
-        """Bytes of the spill file."""
-        return 0 if self._spill is None else self._spill.num_bytes
-
-    def write(self, arena: DeviceArena, slots: Places, homes: Places) -> None:
-        """Copy slots to homes. Runs on the store thread; raises `SpillError`."""
-        buffers = arena.slot_bytes
-        num_host = len(self._host.slot_bytes)
-        in_host = homes < num_host
-        for slot, home in zip(slots[in_host], homes[in_host], strict=True):
-            self._host.slot_bytes[home] = buffers[slot]
-        if not in_host.all():
-            assert self._spill is not None
-            blocks = [buffers[slot] for slot in slots[~in_host]]
-            self._spill.write(homes[~in_host] - num_host, blocks)
-
-    def read(self, arena: DeviceArena, slots: Places, homes: Places) -> None:
-        """Copy homes to slots. Runs on the load thread; raises `SpillError`."""
-        buffers = arena.slot_bytes
-        num_host = len(self._host.slot_bytes)
-        in_host = homes < num_host
-        for slot, home in zip(slots[in_host], homes[in_host], strict=True):
-            buffers[slot] = self._host.slot_bytes[home]
-        if not in_host.all():
-            assert self._spill is not None
-            blocks = [buffers[slot] for slot in slots[~in_host]]
-            self._spill.read(homes[~in_host] - num_host, blocks)
-
-    def close(self) -> None:
-        """Give host memory and disk space back. Precondition: no move is in flight."""
-        self._host = HostArena(0, 0)
-        if self._spill is not None:
-            self._spill.close()
+_CAPACITY = 64
+"""Most moves that wait, demands aside: as many stores as a prompt chunk of a large model makes."""
 
 
 class Mover:
-    """One thread that loads and one that stores, started when first needed.
+    """Copies between a RAM arena and homes; its threads start when first needed.
 
     Attributes:
-        stall_s: seconds that the main thread spent waiting for either.
+        stall_s: seconds that the main thread spent waiting for a move.
     """
 
     def __init__(self) -> None:
         self.stall_s = 0.0
-        self._unfinished: set[Future[None]] = set()
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="specoffload-load")
-        self._storer = ThreadPoolExecutor(1, thread_name_prefix="specoffload-store")
+        self._queue = MoveQueue(_CAPACITY)
+        # A runner that is forgotten rather than closed leaves no threads behind.
+        weakref.finalize(self, self._queue.stop)
 
-    def load(self, homes: Homes, arena: DeviceArena, slots: Places, places: Places) -> Future[None]:
-        """Start copying homes into slots.
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held for moves in flight."""
+        return self._queue.num_bytes
 
-        The caller keeps the slots from every other use until the future is done: the load writes
-        them until then.
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held for moves in flight at once."""
+        return self._queue.peak_bytes
+
+    def load(
+        self,
+        homes: Homes,
+        arena: DeviceArena,
+        slots: Places,
+        places: Places,
+        *,
+        priority: Priority = Priority.DEMAND,
+    ) -> Move:
+        """Start copying homes into slots, or join the move in flight that does the same.
+
+        LOAD_AFTER_READ: the caller is done with the slots, and submitting orders what it did before
+        the copy. It keeps them from every other use until the move is over.
         """
-        return self._watched(self._loader.submit(homes.read, arena, slots, places))
+        return self._queue.submit(
+            partial(homes.read, arena, slots, places),
+            Direction.UP,
+            priority,
+            key=(Direction.UP, id(homes), id(arena), slots.tobytes(), places.tobytes()),
+            num_bytes=slots.nbytes + places.nbytes,
+        )
 
     def store(
-        self, homes: Homes, arena: DeviceArena, slots: Places, places: Places
-    ) -> Future[None]:
-        """Start copying slots into homes.
+        self,
+        homes: Homes,
+        arena: DeviceArena,
+        slots: Places,
+        places: Places,
+        *,
+        priority: Priority = Priority.WRITE_DOWN,
+    ) -> Move:
+        """Start copying slots into homes, or join the move in flight that does the same.
 
-        The slots were written by the main thread before this call, and submitting orders that write
-        before the store's read. The caller keeps them from reuse until the future is done.
+        STORE_AFTER_WRITE: the caller wrote the slots before this call, and submitting orders that
+        before the copy. It keeps slots and homes from every other use until the move is over.
         """
-        return self._watched(self._storer.submit(homes.write, arena, slots, places))
+        return self._queue.submit(
+            partial(homes.write, arena, slots, places),
+            Direction.DOWN,
+            priority,
+            key=(Direction.DOWN, id(homes), id(arena), slots.tobytes(), places.tobytes()),
+            num_bytes=slots.nbytes + places.nbytes,
+        )
 
-    def wait(self, future: Future[None]) -> None:
-        """Return when a move is done, counting the wait as a stall; raise what it raised.
+    def join(self, move: Move) -> None:
+        """Hold a move in flight as well: it becomes a demand, and needs one `cancel` more."""
+        self._queue.join(move, Priority.DEMAND)
 
-        Orders the move's writes before whatever the caller reads next.
+    def wait(self, move: Move, guard: Guard) -> None:
+        """Return when a move is over, counting the wait as a stall.
+
+        Orders what the move read and wrote before whatever the caller does next.
+
+        Args:
+            move: what to wait for; a demand from now on.
+            guard: what this wait protects.
         """
-        if not future.done():
-            start = time.perf_counter()
-            try:
-                future.exception()
-            finally:
-                self.stall_s += time.perf_counter() - start
-        future.result()
+        del guard  # for the reader, and for tests that leave one out
+        if move.is_over:
+            self._queue.wait(move)
+            return
+        start = time.perf_counter()
+        try:
+            self._queue.wait(move)
+        finally:
+            self.stall_s += time.perf_counter() - start
+
+    def cancel(self, move: Move) -> None:
+        """Let go of a move; return when its places are free if nobody else holds it."""
+        if not self._queue.cancel(move):
+            self.wait(move, Guard.REUSE_AFTER_CANCEL)
 
     def quiesce(self) -> None:
-        """Drop every move that waits and return when none runs; how they went no longer matters.
-
-        Protects arenas and homes from moves that nobody waits for any more, before they are reused.
-        """
-        for future in tuple(self._unfinished):
-            future.cancel()
-        for future in tuple(self._unfinished):
-            if not future.cancelled():
-                future.exception()
-
-    def _watched(self, future: Future[None]) -> Future[None]:
-        self._unfinished.add(future)
-        future.add_done_callback(self._unfinished.discard)
-        return future
+        """Drop every move that waits and return when none runs; how they went no longer matters."""
+        for move in self._queue.drop_waiting():
+            self.wait(move, Guard.FREE_AFTER_MOVES)
 
     def close(self) -> None:
-        """Finish what runs, drop what waits, end both threads. Idempotent."""
-        self._loader.shutdown(wait=True, cancel_futures=True)
-        self._storer.shutdown(wait=True, cancel_futures=True)
+        """Finish what runs, drop what waits, end the threads. Idempotent."""
+        self._queue.close()

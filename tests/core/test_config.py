@@ -68,6 +68,8 @@ def test_every_documented_value_is_accepted(block_size: int, gamma: int | str) -
         ("device_budget", "much", "GiB"),
         ("device_budget", -5, "0 bytes or more"),
         ("host_budget", "automatic", "GiB"),
+        ("disk_io", "o_direct", "'direct'"),
+        ("disk_io", True, "'buffered'"),
     ],
 )
 def test_a_value_out_of_bounds_is_refused_with_the_bound(

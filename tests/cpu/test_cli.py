@@ -168,8 +168,11 @@ def test_demo_shows_text_and_one_row_for_every_way(capsys: pytest.CaptureFixture
 
 
 def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(["doctor", "--disk", str(tmp_path)]) == 0
+    assert main(["doctor", "--faults", "--disk", str(tmp_path)]) == 0
     out = capsys.readouterr().out
+    for fault in ("full disk", "read error", "short write", "bit flipped when read"):
+        assert f"{fault}: handled" in out
+    assert "direct I/O" in out
     assert "tokens identical to plain generation" in out
     assert f"{tmp_path}: written and read back" in out
     assert not any(tmp_path.iterdir())
