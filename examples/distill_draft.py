@@ -125,19 +125,20 @@ def tuned_lens(target: LlamaForCausalLM, shard: Shard, num_layers: int) -> dict[
 
 def make_steps(shards: list[Shard], args: argparse.Namespace) -> list[Step]:
     """The batches in order: every epoch is a shuffle of batches, each of rows of one length."""
-    rng, steps = random.Random(args.seed), []
+    rng = random.Random(args.seed)
+    steps: list[Step] = []
     lengths = sorted({shard.tokens.shape[1] for shard in shards})
     same = [[shard for shard in shards if shard.tokens.shape[1] == length] for length in lengths]
     pools = [Shard(*(torch.cat(part) for part in zip(*some, strict=True))) for some in same]
-    for _ in range(args.epochs):
-        epoch = []
+    for _ in range(math.ceil(args.epochs)):
+        epoch: list[Step] = []
         for pool, length in zip(pools, lengths, strict=True):
             size = max(1, args.tokens_per_step // length)
             order = rng.sample(range(len(pool.tokens)), len(pool.tokens))
             chunks = [order[i : i + size] for i in range(0, len(order) - size + 1, size)]
             epoch += [Step(pool, chunk) for chunk in chunks]
         steps += rng.sample(epoch, len(epoch))
-    return steps
+    return steps[: round(args.epochs * len(epoch))]
 
 
 def train(draft: LlamaForCausalLM, shards: list[Shard], args: argparse.Namespace) -> None:
@@ -198,7 +199,7 @@ def train(draft: LlamaForCausalLM, shards: list[Shard], args: argparse.Namespace
             shown = "  ".join(f"{name} {value:.3f}" for name, value in means.items())
             print(f"step {step + 1}/{len(steps)}  {shown}  {per_s:.0f} tokens/s ", end="")
             print(f"{left_s / 60:.1f} min left", flush=True)
-        if (step + 1) % 40 == 0 or step + 1 == len(steps):
+        if (step + 1) % 20 == 0 or step + 1 == len(steps):
             own = {name: parameter.detach() for name, parameter in weights.items()}
             state = {"step": step + 1, "weights": own, "optimizer": optimizer.state_dict()}
             torch.save(state, args.work / "partial")
@@ -226,7 +227,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--rows", type=int, default=64, help="rows of a shard; fewer where they are long")
     add("--length", type=int, default=512, help="tokens of a row")
     add("--long-length", type=int, default=2048, help="tokens of a long row")
-    add("--epochs", type=int, default=3)
+    add("--epochs", type=float, default=3, help="passes over the rows, or parts of one")
     add("--tokens-per-step", type=int, default=2048)
     add("--lr", type=float, default=5e-4, help="peak learning rate")
     add("--frequent", type=int, default=6144, help="most frequent vocabulary rows in the loss")
