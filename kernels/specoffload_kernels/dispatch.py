@@ -67,10 +67,10 @@ def paged_attention(
         table_BN,
         q_start_B,
         kv_len_B,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        with_block_lse=with_block_lse,
+        scale,
+        window,
+        softcap,
+        with_block_lse,
     )
     return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 
@@ -139,7 +139,7 @@ def merge(parts: Sequence[AttentionPart], *, sinks_H: torch.Tensor | None = None
         [part.out_BQHD for part in parts],
         [part.lse_BHQ for part in parts],
         block_lses if len(block_lses) == len(parts) else [],
-        sinks_H=sinks_H,
+        sinks_H,
     )
     return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 

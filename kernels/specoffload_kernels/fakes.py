@@ -17,9 +17,12 @@ def paged_attention(
     q_BHQD: torch.Tensor,
     _arena_S2HTD: torch.Tensor,
     table_BN: torch.Tensor,
-    *_: object,
+    _q_start_B: torch.Tensor,
+    _kv_len_B: torch.Tensor,
+    _scale: float,
+    _window: int | None = None,
+    _softcap: float | None = None,
     with_block_lse: bool = True,
-    **_options: object,
 ) -> _Part:
     """Return ``out_BQHD``, ``lse_BHQ`` and ``block_lse_BHQN``, all float32 and contiguous."""
     num_rows, num_q_heads, num_q, head_dim = q_BHQD.shape
@@ -38,7 +41,7 @@ def merge(
     outs: list[torch.Tensor],
     lses: list[torch.Tensor],
     block_lses: list[torch.Tensor],
-    **_options: object,
+    _sinks_H: torch.Tensor | None = None,
 ) -> _Part:
     """Return what the parts have, of the same shapes and contiguous."""
     return (

@@ -46,6 +46,9 @@ def _unchanged(function: _Function) -> _Function:
 class Operation:
     """One operation and all that serves it.
 
+    Schemas of what decoding calls all the time have no keyword-only arguments: torch takes as long
+    to sort them as for all the rest of a call.
+
     Attributes:
         name: Of the operation, of its folder, and of the function in each of the folder's modules.
         schema: Arguments and results as torch writes them.
@@ -79,8 +82,29 @@ class Operation:
 
 
 def _flat_paged_attention(function: _Function) -> _Function:
-    def paged_attention(*args: torch.Tensor, **options: Any) -> _Fields:
-        return _fields(function(*args, **options))
+    def paged_attention(
+        q_BHQD: torch.Tensor,
+        arena_S2HTD: torch.Tensor,
+        table_BN: torch.Tensor,
+        q_start_B: torch.Tensor,
+        kv_len_B: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        with_block_lse: bool = True,
+    ) -> _Fields:
+        part: AttentionPart = function(
+            q_BHQD,
+            arena_S2HTD,
+            table_BN,
+            q_start_B,
+            kv_len_B,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            with_block_lse=with_block_lse,
+        )
+        return _fields(part)
 
     return paged_attention
 
@@ -90,7 +114,6 @@ def _flat_merge(function: _Function) -> _Function:
         outs: list[torch.Tensor],
         lses: list[torch.Tensor],
         block_lses: list[torch.Tensor],
-        *,
         sinks_H: torch.Tensor | None = None,
     ) -> _Fields:
         parts = [
@@ -143,7 +166,7 @@ OPERATIONS = {
         Operation(
             name="paged_attention",
             schema="(Tensor q_BHQD, Tensor arena_S2HTD, Tensor table_BN, Tensor q_start_B, "
-            "Tensor kv_len_B, *, float scale, int? window=None, float? softcap=None, "
+            "Tensor kv_len_B, float scale, int? window=None, float? softcap=None, "
             "bool with_block_lse=True) -> (Tensor, Tensor, Tensor?)",
             reference=paged_attention_reference.paged_attention,
             cpu=paged_attention_cpu.paged_attention,
@@ -164,7 +187,7 @@ OPERATIONS = {
         ),
         Operation(
             name="merge",
-            schema="(Tensor[] outs, Tensor[] lses, Tensor[] block_lses, *, Tensor? sinks_H=None) "
+            schema="(Tensor[] outs, Tensor[] lses, Tensor[] block_lses, Tensor? sinks_H=None) "
             "-> (Tensor, Tensor, Tensor?)",
             reference=merge_reference.merge,
             cpu=merge_cpu.merge,
