@@ -60,6 +60,7 @@ class Stream:
             pool.mover.join(move)
         self._at = 0
         self._places: tuple[torch.Tensor, ...] = ()
+        self._arrays: list[npt.NDArray[Any]] = []
         self._submit()
         self._submit()
 
@@ -76,6 +77,7 @@ class Stream:
     def place(self, *places: torch.Tensor) -> None:
         """Take the same, as tensors of the device; to be called before `tables`."""
         self._places = places
+        self._arrays = [each.numpy() for each in places if each.device.type == "cpu"]
 
     def tables(self, layer: int) -> Iterator[torch.Tensor]:
         """Yield a block table `[B, N]` for each chunk of a layer, while its slots hold it."""
@@ -98,12 +100,11 @@ class Stream:
 
     def _table(self, count: int) -> torch.Tensor:
         """Return the block table of the next `count` blocks."""
-        rows, blocks, slots = (each[self._at : self._at + count] for each in self._places)
-        table_BN = torch.full(
-            (self._num_rows, self._num_blocks), -1, dtype=torch.int32, device=slots.device
-        )
-        table_BN[rows, blocks] = slots
-        return table_BN
+        here = slice(self._at, self._at + count)
+        shape = (self._num_rows, self._num_blocks)
+        if self._arrays:
+            return table_in_ram(shape, *(each[here] for each in self._arrays))
+        return table_on_device(shape, *(each[here] for each in self._places))
 
     def close(self) -> None:
         """Stop; return when no load writes the staging slots any more. Idempotent."""
@@ -157,3 +158,27 @@ class Stream:
             assert chunk.homes is not None
             pool = self._pool
             self._loads.append(pool.mover.load(pool.homes, pool.arena, chunk.slots, chunk.homes))
+
+
+def table_in_ram(
+    shape: tuple[int, int],
+    rows: npt.NDArray[np.int64],
+    blocks: npt.NDArray[np.int64],
+    slots: npt.NDArray[np.int32],
+) -> torch.Tensor:
+    """Return an int32 table `[B, N]` with each slot in its place, and -1 elsewhere.
+
+    numpy takes a quarter of the time that torch takes for so little.
+    """
+    table_BN = np.full(shape, -1, np.int32)
+    table_BN[rows, blocks] = slots
+    return torch.from_numpy(table_BN)
+
+
+def table_on_device(
+    shape: tuple[int, int], rows: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor
+) -> torch.Tensor:
+    """Return the same table where the tensors are, without the host waiting for anything."""
+    table_BN = torch.full(shape, -1, dtype=torch.int32, device=slots.device)
+    table_BN[rows, blocks] = slots
+    return table_BN

@@ -33,6 +33,7 @@ from specoffload.tiers.faults import Fault, FaultKind, FaultyCalls
 from specoffload.tiers.homes import Homes
 from specoffload.tiers.host import HostArena
 from specoffload.tiers.ram import allocate
+from specoffload.tiers.stream import table_in_ram, table_on_device
 from specoffload.tiers.stream_mover import StreamMover
 from specoffload.tiers.upload import pack, unpack
 
@@ -303,3 +304,16 @@ def test_what_a_pass_needs_is_packed_into_one_copy() -> None:
         assert tensor.shape == array.shape
         assert (tensor.numpy() == array).all()
         assert tensor.numpy().dtype == array.dtype
+
+
+def test_a_table_is_the_same_wherever_it_is_made() -> None:
+    places = (
+        np.array([0, 1, 1]),
+        np.array([4, 0, 3]),
+        np.array([7, 0, 9], np.int32),
+    )
+    table = table_in_ram((2, 5), *places)
+    assert table.tolist() == [[-1, -1, -1, -1, 7], [0, -1, -1, 9, -1]]
+    on_device = table_on_device((2, 5), *map(torch.from_numpy, places))
+    assert on_device.equal(table)
+    assert on_device.dtype == table.dtype == torch.int32
