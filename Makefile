@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: setup demo test check bench bench-kernels gpu-check docs clean
+.PHONY: setup demo test check bench bench-kernels kernels-report gpu-check docs clean
 
 setup: $(STAMP)
 
@@ -46,6 +46,9 @@ bench: setup
 
 bench-kernels: setup
 	$(BIN)/python examples/bench_kernels.py
+
+kernels-report: setup
+	$(BIN)/python examples/kernels_report.py
 
 ifeq ($(GPU_PYTHON),)
 gpu-check: setup

@@ -284,6 +284,18 @@ def _digest_score() -> Iterator[Case]:
         yield Case(label=f"{label}, no blocks", args=empty, kwargs={"rule": "shadow", "scale": 1.0})
 
 
+def _copied_blocks() -> Iterator[Case]:
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        arena = torch.randn((7, 2, 1, 3, 5), generator=generator).to(dtype)
+        arena[4] = torch.nan
+        slots = torch.tensor([5, 0, -1, 6])
+        run = _poisoned(5, *arena.shape[1:]).to(dtype)
+        run[0], run[3] = 1.0, 2.0
+        yield Case(label=f"{dtype}, a gap", args=(arena, slots, run), dtype=dtype)
+        yield Case(label=f"{dtype}, no slots", args=(arena, slots[:0].int(), run), dtype=dtype)
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "paged_attention": _paged_attention,
     "append": _append,
@@ -291,5 +303,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "block_mass": _block_mass,
     "digest": _digest,
     "digest_score": _digest_score,
+    "gather_blocks": _copied_blocks,
+    "scatter_blocks": _copied_blocks,
 }
 """What draws the calls of an operation, by its name."""

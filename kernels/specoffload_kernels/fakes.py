@@ -78,3 +78,11 @@ def digest_score(q_BHQD: torch.Tensor, *args: Any, rule: str, **_options: object
     shape_BHQN = (*q_BHQD.shape[:3], table_BN.shape[1])
     estimate_BHQN = q_BHQD.new_empty(shape_BHQN, dtype=torch.float32)
     return estimate_BHQN, torch.empty_like(estimate_BHQN) if rule == "shadow" else None
+
+
+def gather_blocks(*_: object) -> None:
+    """Return nothing: the run is written in place."""
+
+
+def scatter_blocks(*_: object) -> None:
+    """Return nothing: the arena is written in place."""

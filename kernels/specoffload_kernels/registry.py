@@ -24,6 +24,8 @@ from specoffload_kernels.digest import reference as digest_reference
 from specoffload_kernels.digest_score import cpu as digest_score_cpu
 from specoffload_kernels.digest_score import reference as digest_score_reference
 from specoffload_kernels.digests import DigestRule, Digests, DigestScore
+from specoffload_kernels.gather_blocks import cpu as gather_blocks_cpu
+from specoffload_kernels.gather_blocks import reference as gather_blocks_reference
 from specoffload_kernels.gpu import gpu_path
 from specoffload_kernels.merge import cpu as merge_cpu
 from specoffload_kernels.merge import elementwise
@@ -32,6 +34,8 @@ from specoffload_kernels.paged_attention import cpu as paged_attention_cpu
 from specoffload_kernels.paged_attention import gathered
 from specoffload_kernels.paged_attention import reference as paged_attention_reference
 from specoffload_kernels.part import AttentionPart
+from specoffload_kernels.scatter_blocks import cpu as scatter_blocks_cpu
+from specoffload_kernels.scatter_blocks import reference as scatter_blocks_reference
 from specoffload_kernels.selection import torch_is_forced
 
 _Function = Callable[..., Any]
@@ -225,6 +229,22 @@ OPERATIONS = {
             anywhere=digest_score_cpu.digest_score,
             fake=fakes.digest_score,
             flat=_flat_digest_score,
+        ),
+        Operation(
+            name="gather_blocks",
+            schema="(Tensor arena, Tensor slots_n, Tensor(a!) run) -> ()",
+            reference=gather_blocks_reference.gather_blocks,
+            cpu=gather_blocks_cpu.gather_blocks,
+            anywhere=gather_blocks_cpu.gather_blocks,
+            fake=fakes.gather_blocks,
+        ),
+        Operation(
+            name="scatter_blocks",
+            schema="(Tensor(a!) arena, Tensor slots_n, Tensor run) -> ()",
+            reference=scatter_blocks_reference.scatter_blocks,
+            cpu=scatter_blocks_cpu.scatter_blocks,
+            anywhere=scatter_blocks_cpu.scatter_blocks,
+            fake=fakes.scatter_blocks,
         ),
     )
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from kernel_cases import CASES, Case
-from torch.utils import _pytree as pytree
+from kernel_cases import CASES, Case, assert_equals_definition
 
 import specoffload_kernels as kernels
+from specoffload_kernels.gather_blocks.triton import gather_blocks
 from specoffload_kernels.gpu import gpu_path
 from specoffload_kernels.merge import reference as merge_reference
 from specoffload_kernels.merge.triton import MAX_PARTS, merge
 from specoffload_kernels.registry import OPERATIONS, Operation
+from specoffload_kernels.scatter_blocks.triton import scatter_blocks
 
 CALLS = [
     pytest.param(operation, case, id=f"{name}: {case.label}")
@@ -24,28 +23,11 @@ CALLS = [
 TOLERANCE = kernels.ACCURACY[torch.float32]
 
 
-def tensors_of(*values: object) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 @pytest.mark.parametrize(("operation", "case"), CALLS)
 def test_equals_the_definition(operation: Operation, case: Case) -> None:
-    args, kwargs = copy.deepcopy((case.args, case.kwargs))
-    expected = operation.flat(operation.reference)(*args, **kwargs)
-    got_args, got_kwargs = copy.deepcopy((case.args, case.kwargs))
     kernel = gpu_path(operation.name).kernel
     assert kernel is not None
-    got = operation.flat(kernel)(*got_args, **got_kwargs)
-    pairs = list(
-        zip(tensors_of(got, got_args, got_kwargs), tensors_of(expected, args, kwargs), strict=True)
-    )
-    assert pairs
-    for value, truth in pairs:
-        tolerance = max(kernels.ACCURACY[case.dtype], kernels.ACCURACY.get(value.dtype, 0.0))
-        torch.testing.assert_close(
-            value.double(), truth.double(), rtol=0, atol=tolerance, equal_nan=True
-        )
-    assert not any(value.isnan().any() for value in tensors_of(got))
+    assert_equals_definition(operation, case, operation.flat(kernel))
 
 
 def parts_of(num_parts: int, *, num_blocks: int = 3) -> list[kernels.AttentionPart]:
@@ -97,6 +79,17 @@ def test_sums_are_dropped_unless_every_part_has_them() -> None:
     assert merge([part, bare]).block_lse_BHQN is None
 
 
-def test_a_single_part_without_sinks_is_returned_as_it_is() -> None:
-    part = parts_of(1)[0]
-    assert merge([part]) is part
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float64], ids=str)
+def test_there_and_back_keeps_every_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    size = (6, 3, 2500 * dtype.itemsize)  # more than one program's stretch
+    arena = torch.randint(256, size, dtype=torch.uint8, generator=generator).view(dtype)
+    slots = torch.tensor([4, -1, 0, 5], dtype=torch.int32)
+    run, other = torch.zeros_like(arena), torch.zeros_like(arena)
+    gather_blocks(arena, slots, run)
+    scatter_blocks(other, slots, run)
+    arena, run, other = (tensor.view(torch.uint8) for tensor in (arena, run, other))
+    assert torch.equal(run[[0, 2, 3]], arena[[4, 0, 5]])
+    assert run[[1, 4, 5]].eq(0).all()
+    assert torch.equal(other[[4, 0, 5]], arena[[4, 0, 5]])
+    assert other[1:4].eq(0).all()

@@ -21,7 +21,6 @@ COMBINED_SPLITS = 8
 
 _STEPS_OF_A_SPLIT = 4  # fewer would not fill the pipeline
 _PROGRAMS_PER_PROCESSOR = 2
-_ROWS = (16, 32, 64)  # 16 are the fewest that every tensor core takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,17 +50,18 @@ class Tiling:
         }
 
 
-# (vendor, bytes of an element, head_dim up to): one (tokens, warps, stages) for each of _ROWS.
-_TABLE: dict[tuple[Vendor, int, int], tuple[tuple[int, int, int], ...]] = {
-    ("cuda", 2, 128): ((64, 4, 5), (64, 4, 5), (64, 4, 3)),
-    ("cuda", 2, 256): ((32, 4, 5), (32, 4, 4), (32, 8, 3)),
+# (vendor, bytes of an element, head_dim up to): (rows up to, tokens, warps, stages), in order; the
+# last serves all that have more. 16 rows are the fewest that every tensor core takes.
+_TABLE: dict[tuple[Vendor, int, int], tuple[tuple[int, int, int, int], ...]] = {
+    ("cuda", 2, 128): ((16, 64, 4, 5), (32, 64, 4, 5), (64, 64, 8, 3)),
+    ("cuda", 2, 256): ((16, 32, 4, 5), (32, 32, 4, 4), (64, 32, 8, 3)),
     # True float32 products run outside the tensor cores: more warps, so that nothing spills.
-    ("cuda", 4, 128): ((32, 8, 5), (32, 8, 4), (32, 8, 3)),
-    ("cuda", 4, 256): ((16, 8, 3), (16, 8, 3), (16, 8, 3)),
-    ("hip", 2, 128): ((64, 4, 2), (64, 4, 2), (64, 4, 2)),
-    ("hip", 2, 256): ((32, 4, 2), (32, 4, 2), (32, 8, 2)),
-    ("hip", 4, 128): ((32, 4, 2), (32, 4, 2), (32, 8, 2)),
-    ("hip", 4, 256): ((16, 4, 2), (16, 4, 2), (16, 8, 2)),
+    ("cuda", 4, 128): ((16, 32, 8, 5), (32, 32, 8, 4), (64, 32, 8, 3)),
+    ("cuda", 4, 256): ((16, 16, 8, 3), (32, 16, 8, 3)),
+    ("hip", 2, 128): ((16, 64, 4, 2), (32, 64, 8, 2), (64, 64, 8, 2)),
+    ("hip", 2, 256): ((16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2)),
+    ("hip", 4, 128): ((16, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 2)),
+    ("hip", 4, 256): ((16, 16, 4, 2), (32, 16, 4, 2)),
 }
 
 
@@ -75,10 +75,10 @@ def tiling(vendor: Vendor, element_bytes: int, head_dim: int, packed_rows: int) 
         packed_rows: Query tokens times query heads of a kv head.
     """
     assert head_dim <= MAX_HEAD_DIM
-    which = next((i for i, rows in enumerate(_ROWS) if packed_rows <= rows), len(_ROWS) - 1)
     entries = _TABLE[vendor, element_bytes, 128 if head_dim <= 128 else 256]
-    tokens, num_warps, num_stages = entries[which]
-    return Tiling(rows=_ROWS[which], tokens=tokens, num_warps=num_warps, num_stages=num_stages)
+    entry = next((entry for entry in entries if packed_rows <= entry[0]), entries[-1])
+    rows, tokens, num_warps, num_stages = entry
+    return Tiling(rows=rows, tokens=tokens, num_warps=num_warps, num_stages=num_stages)
 
 
 def num_splits(num_steps: int, num_programs: int, num_processors: int) -> int:

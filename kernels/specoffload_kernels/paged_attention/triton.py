@@ -39,6 +39,8 @@ _DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+PRESENT_CONSTANTS = {"LISTED": LISTED_BLOCKS}
+SMALL_OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
 _LOG2E = 1.0 / math.log(2.0)
 
 
@@ -125,7 +127,8 @@ def paged_attention(
             *table_BN.stride(),
             num_blocks,
             num_slots,
-            LISTED=LISTED_BLOCKS,
+            **PRESENT_CONSTANTS,
+            **SMALL_OPTIONS,
         )
         split_kernel[(splits * row_tiles, num_heads, num_rows)](
             q_BHQD,
@@ -161,10 +164,8 @@ def paged_attention(
                 num_rows,
                 num_q,
                 num_q_heads,
-                HEAD_DIM=head_dim,
-                HEAD_DIM_PAD=constants["HEAD_DIM_PAD"],
-                SPLITS=MAX_SPLITS,
-                COMBINED=COMBINED_SPLITS,
+                **combine_constants(head_dim),
+                **SMALL_OPTIONS,
             )
     return AttentionPart(out_BQHD=out_BQHD, lse_BHQ=lse_BHQ, block_lse_BHQN=block_lse_BHQN)
 
@@ -196,6 +197,16 @@ def split_constants(
         "SOFTCAP": softcap,
         "BLOCK_LSE": block_lse,
         "DOT_DTYPE": _DTYPES[arena_dtype] if as_they_are else tl.float32,
+    }
+
+
+def combine_constants(head_dim: int) -> dict[str, Any]:
+    """Return what ``combine_kernel`` is compiled for."""
+    return {
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PAD": triton.next_power_of_2(head_dim),
+        "SPLITS": MAX_SPLITS,
+        "COMBINED": COMBINED_SPLITS,
     }
 
 

@@ -19,8 +19,9 @@ import math
 import triton
 import triton.language as tl
 
+from specoffload_kernels.triton_math import tanh
+
 _LN2 = tl.constexpr(math.log(2.0))
-_TWO_LOG2E = tl.constexpr(2.0 / math.log(2.0))
 
 
 @triton.jit(
@@ -59,14 +60,6 @@ def present_kernel(
         tl.store(slots + b * num_blocks + upto_n - 1, slot_n, mask=present_n)
         tl.store(blocks + b * num_blocks + upto_n - 1, block_n, mask=present_n)
         count += tl.sum(present_n.to(tl.int32), 0)
-
-
-@triton.jit
-def _tanh(x: tl.tensor) -> tl.tensor:
-    """Hyperbolic tangent: by its series where the quotient of exponentials would cancel."""
-    square = x * x
-    series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315))))
-    return tl.where(tl.abs(x) < 0.2, series, 1.0 - 2.0 / (tl.exp2(x * _TWO_LOG2E) + 1.0))
 
 
 @triton.jit
@@ -183,7 +176,7 @@ def split_kernel(
         k_TD = tl.load(kv_TD, mask=read_TD, other=0.0)
         s_RT = tl.dot(q_RD, tl.trans(k_TD).to(DOT_DTYPE), input_precision="ieee") * scale
         if SOFTCAP:
-            s_RT = _tanh(s_RT) * softcap
+            s_RT = tanh(s_RT) * softcap
         seen_RT = read_T[None, :] & (pos_T[None, :] <= q_pos_R[:, None])
         if WINDOW:
             seen_RT = seen_RT & (pos_T[None, :] > q_pos_R[:, None] - window)
@@ -271,13 +264,13 @@ def combine_kernel(
     d_D = tl.arange(0, HEAD_DIM_PAD)
     acc_D = tl.zeros((HEAD_DIM_PAD,), tl.float32)
     for start in range(0, num_splits, COMBINED):
-        p_P = start + tl.arange(0, COMBINED)
-        lse_P = tl.load(lses + p_P * num_queries + j, mask=p_P < num_splits, other=float("-inf"))
+        p_C = start + tl.arange(0, COMBINED)
+        lse_C = tl.load(lses + p_C * num_queries + j, mask=p_C < num_splits, other=float("-inf"))
         # A split without blocks has left its output as it was.
-        out_PD = tl.load(
-            outs + (p_P * num_queries + i)[:, None] * HEAD_DIM + d_D[None, :],
-            mask=(lse_P > float("-inf"))[:, None] & (d_D[None, :] < HEAD_DIM),
+        out_CD = tl.load(
+            outs + (p_C * num_queries + i)[:, None] * HEAD_DIM + d_D[None, :],
+            mask=(lse_C > float("-inf"))[:, None] & (d_D[None, :] < HEAD_DIM),
             other=0.0,
         )
-        acc_D += tl.sum(out_PD * tl.exp(lse_P - total_safe)[:, None], 0)
+        acc_D += tl.sum(out_CD * tl.exp(lse_C - total_safe)[:, None], 0)
     tl.store(out + i * HEAD_DIM + d_D, acc_D, mask=d_D < HEAD_DIM)

@@ -1,0 +1,1 @@
+"""Packing of scattered arena slots into a contiguous run."""

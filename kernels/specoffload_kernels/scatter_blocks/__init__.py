@@ -1,0 +1,1 @@
+"""Unpacking of a contiguous run into scattered arena slots."""
