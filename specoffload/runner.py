@@ -20,20 +20,19 @@ from specoffload.errors import (
     BudgetError,
     ConfigError,
     SpecOffloadError,
-    UnsupportedModelError,
 )
-from specoffload.hf.models import check_length, check_pair, kv_shape
+from specoffload.hf.models import check_length, check_pair, common_device, kv_shape
 from specoffload.hf.requests import Request, read_request
 from specoffload.metrics import Meter
 from specoffload.report import BlockShare, RunReport
 from specoffload.speculation import Lane
 from specoffload.tiers.device import DeviceMemory, KVShape
 from specoffload.tiers.disk import SpillFile, direct_io_problem
+from specoffload.tiers.engine import mover_for
 from specoffload.tiers.homes import Homes
-from specoffload.tiers.host import HostArena, available_host_bytes
+from specoffload.tiers.host import HostArena, HostMemory, available_host_bytes
 from specoffload.tiers.pool import BlockPool
 from specoffload.tiers.ram import PAGE
-from specoffload.tiers.transfer import Mover
 from specoffload_fusion import Signal, focus
 from specoffload_kernels import backend
 
@@ -80,12 +79,7 @@ class SpecOffloadRunner:
             check_pair(draft, target)
             if self._max_gamma:
                 self._shapes.append(draft_shape)
-        device = target.get_input_embeddings().weight.device
-        if device.type != "cpu":
-            raise UnsupportedModelError(
-                f"the target lies on {device}, and blocks can be moved only on the CPU so far: load"
-                " the pair on the CPU"
-            )
+        device = common_device([target] if draft is None else [target, draft])
         limit = config.device_budget_bytes
         if limit is not None and limit < self.minimum_device_bytes:
             raise BudgetError(
@@ -96,7 +90,12 @@ class SpecOffloadRunner:
             )
         self._direct_io = self._check_disk(device)
         self._memory = DeviceMemory(device, limit)
-        self._mover = Mover()
+        self._mover = mover_for(
+            device, block_bytes=max(shape.block_bytes for shape in self._shapes)
+        )
+        self._host = HostMemory(
+            pin=self._mover.pin, unpin=self._mover.unpin, keeps=device.type != "cpu"
+        )
         self._busy = threading.Lock()
         self._closed = False
         self._report = RunReport(device_budget_bytes=limit, kernel=backend())
@@ -166,7 +165,7 @@ class SpecOffloadRunner:
         out = torch.full((len(new), max(map(len, new))), request.pad_token_id, dtype=torch.long)
         for row, tokens in zip(out, new, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
-        return torch.cat([input_ids.long(), out], dim=1)
+        return torch.cat([input_ids.long(), out.to(input_ids.device)], dim=1)
 
     def report(self) -> RunReport:
         """Return what the last `generate` did."""
@@ -179,6 +178,8 @@ class SpecOffloadRunner:
     def close(self) -> None:
         """End the runner's threads and give its memory back. Idempotent."""
         self._closed = True
+        self._mover.quiesce()
+        self._host.release()
         self._mover.close()
         self._memory.release()
 
@@ -264,7 +265,8 @@ class SpecOffloadRunner:
 
     def _host_bytes(self) -> int:
         if self.config.host_budget == "auto":
-            return int(available_host_bytes() * _HOST_SHARE)
+            # What is still held from the last call is free for this one.
+            return int((available_host_bytes() + self._host.num_bytes) * _HOST_SHARE)
         return parse_bytes(self.config.host_budget, name="host_budget")
 
     def _plan(self, request: Request, first: int, host_bytes: int) -> _Plan:
@@ -309,10 +311,16 @@ class SpecOffloadRunner:
         pools: list[BlockPool] = []
         homes: list[Homes] = []
         try:
-            for shape, share, direct in zip(
-                self._shapes, plan.shares, self._direct_io, strict=True
+            hosts = self._host.carve(
+                [
+                    share.num_host_slots * shape.block_bytes
+                    for shape, share in zip(self._shapes, plan.shares, strict=True)
+                ]
+            )
+            for shape, share, host, direct in zip(
+                self._shapes, plan.shares, hosts, self._direct_io, strict=True
             ):
-                homes.append(self._homes(shape, share, direct=direct))
+                homes.append(self._homes(shape, share, host, direct=direct))
             memories = self._memory.carve(
                 [
                     (share.num_slots + share.num_staging) * shape.block_bytes
@@ -351,15 +359,16 @@ class SpecOffloadRunner:
             )
             for home in homes:
                 home.close()
+            self._host.end_call()
 
-    def _homes(self, shape: KVShape, share: Share, *, direct: bool) -> Homes:
+    def _homes(self, shape: KVShape, share: Share, host: torch.Tensor, *, direct: bool) -> Homes:
         spill = None
         if share.num_extents:
             assert self.config.disk_path is not None
             spill = SpillFile(
                 Path(self.config.disk_path), shape.block_bytes, share.num_extents, direct=direct
             )
-        return Homes(HostArena(share.num_host_slots, shape.block_bytes), spill)
+        return Homes(HostArena(share.num_host_slots, shape.block_bytes, host), spill)
 
     def _focus(self) -> tuple[BlockShare, ...]:
         if self._signal is None:

@@ -39,7 +39,7 @@ class Lane:
         try:
             with running, paged_attention_enabled(self._configs):
                 out = self.model(
-                    input_ids=ids_BQ,
+                    input_ids=ids_BQ.to(running.positions_BQ.device),
                     position_ids=running.positions_BQ,
                     cache=self._cache,
                     use_cache=True,

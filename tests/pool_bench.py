@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from specoffload.tiers.faults import FaultyCalls
 from specoffload.tiers.homes import Homes
 from specoffload.tiers.host import HostArena
 from specoffload.tiers.pool import BlockPool
-from specoffload.tiers.transfer import Mover
+from specoffload.tiers.transfer import Mover, ThreadMover
 
 LAYERS, HEADS, QUERY_HEADS, DIM = 2, 2, 4, 8
 ROWS, TOKENS = 2, 40
@@ -45,6 +46,7 @@ class Bench:
         extra: int,
         step: int,
         calls: FaultyCalls | None = None,
+        mover: Mover[Any] | None = None,
     ) -> None:
         self.shape = shape
         self.num_blocks = -(-TOKENS // shape.block_size)
@@ -53,7 +55,7 @@ class Bench:
         self.share = Share(
             num_slots=slots, num_staging=4, num_host_slots=min(host, total), num_extents=total
         )
-        self.mover = Mover()
+        self.mover = ThreadMover() if mover is None else mover
         self.calls = FaultyCalls() if calls is None else calls
         self.spill = SpillFile(folder, shape.block_bytes, total, calls=self.calls)
         self.homes = Homes(HostArena(self.share.num_host_slots, shape.block_bytes), self.spill)

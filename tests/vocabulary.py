@@ -324,7 +324,7 @@ def assert_same_tokens(
             f"  got      {got}\n  expected {want}"
         )
     with torch.inference_mode():
-        history = torch.tensor([[*row, *want[:at]]])
+        history = torch.tensor([[*row, *want[:at]]], device=target.device)
         logits = target(history, attention_mask=torch.ones_like(history)).logits[0, -1].double()
     top = logits.topk(2)
     gap = float(top.values[0] - top.values[1])

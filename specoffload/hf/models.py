@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,6 +78,27 @@ def check_pair(draft: PreTrainedModel, target: PreTrainedModel) -> None:
             f"the draft's vocabulary has {draft_size} entries and the target's {target_size}: draft"
             " and target must share one tokenizer"
         )
+
+
+def common_device(models: Sequence[PreTrainedModel]) -> torch.device:
+    """Return the device that all weights of some models lie on.
+
+    Raises:
+        UnsupportedModelError: they lie on several, or on one that blocks cannot be moved to.
+    """
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise UnsupportedModelError(
+            f"the weights of the pair lie on {names}: load draft and target on one device"
+        )
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedModelError(
+            f"the pair lies on {device}, and blocks can be moved to the CPU's memory and to CUDA"
+            " devices only: load the pair on one of those"
+        )
+    return device
 
 
 def check_length(model: PreTrainedModel, num_tokens: int, *, role: str) -> None:

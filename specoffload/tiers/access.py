@@ -20,6 +20,9 @@ import numpy.typing as npt
 COMPUTE: Final = "compute"
 """The actor that attends and appends: the calling thread, or the compute stream it launches on."""
 
+HOST: Final = "host"
+"""The thread that launches, where compute is a stream."""
+
 MEMORY: Final = "memory"
 """The space of addresses; a spill file is a space of its own."""
 
@@ -34,6 +37,8 @@ class Guard(Enum):
     READ_AFTER_PROMOTION = "a block counts as resident only after the load that brought it"
     REUSE_AFTER_STORE = "a slot is reused, and a home is read, only after the store between them"
     REUSE_AFTER_CANCEL = "the slots of a load that was given up are reused only after it is over"
+    FILL_AFTER_COPY = "the disk fills a pinned buffer again only after the copy out of it"
+    WRITE_AFTER_COPY = "the disk is written from a pinned buffer only after the copy into it"
     FREE_AFTER_MOVES = "arenas and homes are given back only after every move is over"
 
 
@@ -84,15 +89,23 @@ class AccessLog:
         self.events: list[Access | Release | Acquire] = []
         self._numbers = itertools.count()
         self._local = threading.local()
+        self._default = COMPUTE
 
-    def new_token(self) -> Hashable:
-        """Return a token that nobody has."""
-        return next(self._numbers)
+    def has_streams(self) -> None:
+        """Tell compute from the thread that launches it: from now on that is the actor HOST."""
+        self._default = HOST
 
     @property
     def actor(self) -> Hashable:
         """Who the calling thread is."""
-        return getattr(self._local, "actor", COMPUTE)
+        return getattr(self._local, "actor", self._default)
+
+    def launch(self, actor: Hashable) -> None:
+        """Record that the calling thread launches work of a stream, after all that it did."""
+        if actor != self.actor:
+            token = ("launch", next(self._numbers))
+            self.release(token)
+            self.acquire(token, actor)
 
     @contextmanager
     def acting_as(self, actor: Hashable) -> Iterator[None]:

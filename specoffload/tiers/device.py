@@ -101,7 +101,11 @@ class DeviceMemory:
 
 
 class DeviceArena:
-    """Slots for blocks of one shape: `[slot, 2 (K, V), kv_head, token, head_dim]`.
+    """Slots for blocks of one shape.
+
+    Attributes:
+        tensor: `[slot, 2 (K, V), kv_head, token, head_dim]`.
+        raw: the same as bytes, `[slot, byte]`.
 
     Args:
         shape: what a block looks like.
@@ -114,7 +118,7 @@ class DeviceArena:
         self, shape: KVShape, memory: torch.Tensor, num_slots: int, *, poison: bool = False
     ) -> None:
         size = num_slots * shape.block_bytes
-        self._bytes = memory[:size].view(num_slots, shape.block_bytes)
+        self.raw = memory[:size].view(num_slots, shape.block_bytes)
         self.tensor = (
             memory[:size]
             .view(shape.dtype)
@@ -124,44 +128,45 @@ class DeviceArena:
         self._block_bytes = shape.block_bytes
         self._log = active_log()
         if poison:
-            self._record_write(np.arange(num_slots))
+            self._record(np.arange(num_slots), writes=True)
             self.tensor.fill_(torch.nan)
 
     @property
     def slot_bytes(self) -> npt.NDArray[np.uint8]:
-        """Every slot as raw bytes, `[slot, byte]`, sharing memory with `tensor` (CPU only)."""
-        return self._bytes.numpy()
+        """Every slot as an array of raw bytes that shares memory with `tensor` (CPU only)."""
+        return self.raw.numpy()
 
     def copy(self, source: npt.NDArray[np.int32], target: npt.NDArray[np.int32]) -> None:
         """Copy slots to other slots; no slot is in both."""
         if len(source):
-            if self._log is not None:
-                self._log.read(self.span(source), COMPUTE)
-            self._record_write(target)
-            self.tensor[torch.from_numpy(target.astype(np.int64))] = self.tensor[
-                torch.from_numpy(source.astype(np.int64))
-            ]
+            self._record(source, writes=False)
+            self._record(target, writes=True)
+            self.tensor[self._index(target)] = self.tensor[self._index(source)]
 
     def freed(self, slots: npt.NDArray[np.int32]) -> None:
         """Note that slots hold nothing any more."""
         if self._poison and len(slots):
-            self._record_write(slots)
-            self.tensor[torch.from_numpy(slots.astype(np.int64))] = torch.nan
+            self._record(slots, writes=True)
+            self.tensor[self._index(slots)] = torch.nan
+
+    def _index(self, slots: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(slots.astype(np.int64)).to(self.tensor.device)
 
     # ---- for the record of accesses
 
     def span(self, slots: npt.NDArray[np.integer]) -> Span:
         """Return the memory of some slots."""
-        starts = self._bytes.data_ptr() + slots.astype(np.int64) * self._block_bytes
+        starts = self.raw.data_ptr() + slots.astype(np.int64) * self._block_bytes
         return Span(space=MEMORY, starts=starts, size=self._block_bytes)
 
     def computes_on(self, table: torch.Tensor, *, writes: bool = False) -> None:
         """Take note that compute reads, or writes, the slots in a table; -1 is none."""
         if self._log is not None:
             slots = np.unique(table.cpu().numpy())
-            note = self._log.write if writes else self._log.read
-            note(self.span(slots[slots >= 0]), COMPUTE)
+            self._record(slots[slots >= 0], writes=writes)
 
-    def _record_write(self, slots: npt.NDArray[np.integer]) -> None:
+    def _record(self, slots: npt.NDArray[np.integer], *, writes: bool) -> None:
         if self._log is not None:
-            self._log.write(self.span(slots), COMPUTE)
+            self._log.launch(COMPUTE)
+            note = self._log.write if writes else self._log.read
+            note(self.span(slots), COMPUTE)

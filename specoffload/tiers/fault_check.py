@@ -23,7 +23,7 @@ from specoffload.tiers.faults import Fault, FaultKind, FaultyCalls
 from specoffload.tiers.homes import Homes, Places
 from specoffload.tiers.host import HostArena
 from specoffload.tiers.move import Move
-from specoffload.tiers.transfer import Mover
+from specoffload.tiers.transfer import ThreadMover
 
 _NUM_BLOCKS: Final = 4
 _SHAPE: Final = KVShape(
@@ -99,7 +99,7 @@ def check_faults(folder: Path, *, direct: bool = False) -> Iterator[tuple[str, s
         spill = SpillFile(folder, _SHAPE.block_bytes, _NUM_BLOCKS, direct=direct, calls=calls)
         homes = Homes(HostArena(0, _SHAPE.block_bytes), spill)
         stack.callback(homes.close)
-        mover = Mover()
+        mover = ThreadMover()
         stack.callback(mover.close)
         (memory,) = DeviceMemory(torch.device("cpu"), None).carve(
             [2 * _NUM_BLOCKS * _SHAPE.block_bytes]
@@ -132,7 +132,7 @@ def _judge(case: _Case, outcome: str | SpillError | None) -> str | None:
 class _RoundTrip:
     """Blocks that go down to the disk and come back to other slots."""
 
-    def __init__(self, mover: Mover, homes: Homes, arena: DeviceArena) -> None:
+    def __init__(self, mover: ThreadMover, homes: Homes, arena: DeviceArena) -> None:
         self._mover = mover
         self._homes = homes
         self._arena = arena

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from specoffload.tiers.stream import Stream
+from specoffload.tiers.upload import upload
 from specoffload_kernels import AttentionPart, append, block_mass, merge, paged_attention
 
 if TYPE_CHECKING:
@@ -54,15 +55,33 @@ class ForwardPass:
             -1,
         )
         # Padding queries stay within the model's positions; what they compute is never used.
-        self.positions_BQ = torch.from_numpy(
-            np.minimum(position_BQ, np.maximum(end - 1, 0)[:, None])
-        )
-        self._table_LBN = torch.from_numpy(table_LBN)
-        self._slot_LBQ = torch.from_numpy(slot_LBQ)
-        self._offset_BQ = torch.from_numpy(position_BQ % block_size)
-        self._start_B = torch.from_numpy(start)
-        self._end_B = torch.from_numpy(end)
+        position_of_model_BQ = np.minimum(position_BQ, np.maximum(end - 1, 0)[:, None])
         self._stream = Stream(pool, rows, num_blocks)
+        try:
+            (
+                self.positions_BQ,
+                self._table_LBN,
+                self._slot_LBQ,
+                self._offset_BQ,
+                self._start_B,
+                self._end_B,
+                *places,
+            ) = upload(
+                [
+                    position_of_model_BQ,
+                    table_LBN,
+                    slot_LBQ,
+                    position_BQ % block_size,
+                    start,
+                    end,
+                    *self._stream.places,
+                ],
+                pool.arena.tensor.device,
+            )
+        except BaseException:
+            self._stream.close()
+            raise
+        self._stream.place(*places)
 
     def append(self, layer: int, k_BHQD: torch.Tensor, v_BHQD: torch.Tensor) -> None:
         """Write a layer's new keys and values behind the frontier of each row."""
@@ -119,10 +138,14 @@ class ForwardPass:
             [part.block_lse_BHQN for part in self._parts if part.block_lse_BHQN is not None]
         )
         lse = torch.stack([part.lse_BHQ for part in self._parts])
-        mass: npt.NDArray[np.float32] = block_mass(
-            block_lse, lse, self._pool.shape.num_kv_heads, torch.tensor(num_rows)
-        ).numpy()
-        return mass
+        mass = block_mass(
+            block_lse,
+            lse,
+            self._pool.shape.num_kv_heads,
+            torch.tensor(num_rows, device=lse.device),
+        )
+        found: npt.NDArray[np.float32] = mass.cpu().numpy()
+        return found
 
     def __enter__(self) -> ForwardPass:
         return self

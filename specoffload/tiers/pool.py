@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +23,8 @@ from specoffload.tiers.access import Guard
 from specoffload.tiers.device import DeviceArena, DeviceMemory, KVShape
 from specoffload.tiers.forward import ForwardPass
 from specoffload.tiers.homes import Homes
-from specoffload.tiers.move import Move, Priority
-from specoffload.tiers.transfer import Mover
+from specoffload.tiers.move import Priority
+from specoffload.tiers.transfer import AnyMove, Mover
 
 _STORE_BATCH = 64
 """Blocks in one store: large enough to be one system call, small enough to free slots soon."""
@@ -64,7 +65,7 @@ class BlockPool:
         num_rows: int,
         num_blocks: int,
         homes: Homes,
-        mover: Mover,
+        mover: Mover[Any],
         poison: bool = False,
     ) -> None:
         self.shape = shape
@@ -93,7 +94,7 @@ class BlockPool:
         # First block of each layer and row that its sliding window may still reach.
         self._first_block = np.zeros((shape.num_layers, num_rows), np.int64)
         self._round = 0
-        self._moves: deque[tuple[Ticket, Move]] = deque()
+        self._moves: deque[tuple[Ticket, AnyMove]] = deque()
 
     @property
     def is_offloading(self) -> bool:
@@ -233,7 +234,7 @@ class BlockPool:
 
     # ---- moves
 
-    def loads_in_flight(self) -> Iterator[tuple[Ticket, Move]]:
+    def loads_in_flight(self) -> Iterator[tuple[Ticket, AnyMove]]:
         """Yield the promotions that are not recorded as over yet."""
         return (pair for pair in self._moves if pair[0].kind is MoveKind.LOAD)
 

@@ -144,7 +144,10 @@ class MoveQueue:
             for queue in self._waiting:
                 while queue:
                     self._finish(queue.popleft(), MoveState.CANCELLED)
-            return list(self._unfinished.values())
+            # A submit that an interrupt tore apart may have left a move that nobody will ever run.
+            running = [m for m in self._unfinished.values() if m.state is MoveState.RUNNING]
+            self._unfinished = {move.key: move for move in running}
+            return running
 
     def stop(self) -> None:
         """Take nothing more, drop what waits, and let the threads end when what runs is over."""

@@ -6,7 +6,10 @@ import contextlib
 import mmap
 from typing import Final
 
+import numpy as np
 import torch
+
+from specoffload.tiers.access import MEMORY, Span
 
 PAGE: Final = mmap.PAGESIZE
 """Bytes of a page: what direct I/O moves, and what memory is pinned by."""
@@ -32,3 +35,9 @@ def allocate(num_bytes: int) -> torch.Tensor:
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     start = -buffer.data_ptr() % _HUGE_PAGE if spare else 0
     return buffer[start : start + num_bytes]
+
+
+def span_of(memory: torch.Tensor) -> Span:
+    """Return where contiguous memory of any device lies, for the record of accesses."""
+    size = memory.numel() * memory.element_size()
+    return Span(space=MEMORY, starts=np.array([memory.data_ptr()]), size=size)

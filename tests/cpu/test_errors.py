@@ -459,3 +459,11 @@ def test_after_close_a_call_is_refused() -> None:
     runner.close()
     with _refused(draft, target, saying="closed"):
         runner.generate(_IDS, max_new_tokens=3)
+
+
+def test_a_pair_on_two_devices_is_refused_with_the_remedy() -> None:
+    draft = copy.deepcopy(draft_of("llama", "noisy")).to("meta")
+    with pytest.raises(UnsupportedModelError, match="lie on cpu, meta: load draft and target on"):
+        SpecOffloadRunner(draft, target_of("llama"))
+    with pytest.raises(UnsupportedModelError, match="lies on meta, and blocks can be moved to"):
+        SpecOffloadRunner(draft, draft)

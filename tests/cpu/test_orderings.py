@@ -29,7 +29,7 @@ from specoffload.tiers.access import (
 )
 from specoffload.tiers.faults import Fault, FaultKind, FaultyCalls
 from specoffload.tiers.move import Direction, Move
-from specoffload.tiers.transfer import Mover
+from specoffload.tiers.transfer import ThreadMover
 
 # The checker itself.
 
@@ -165,11 +165,11 @@ def test_nothing_is_recorded_unless_somebody_asks(tmp_path: Path) -> None:
 # The engine without one of its waits: the checker must miss it.
 
 
-def without(guard: Guard) -> Callable[[Mover, Move, Guard], None]:
-    """Return a `Mover.wait` that does not wait where it should protect this."""
-    wait = Mover.wait
+def without(guard: Guard) -> Callable[[ThreadMover, Move, Guard], None]:
+    """Return a `ThreadMover.wait` that does not wait where it should protect this."""
+    wait = ThreadMover.wait
 
-    def forgetful(mover: Mover, move: Move, asked: Guard) -> None:
+    def forgetful(mover: ThreadMover, move: Move, asked: Guard) -> None:
         if asked is not guard:
             wait(mover, move, asked)
 
@@ -226,7 +226,7 @@ def record_of_exercise(folder: Path) -> AccessLog:
                 exercise(bench)
             except (AssertionError, OSError):
                 # Without a wait anything may happen, and much of it is noticed. Not so with all.
-                if Mover.wait is _WAIT:
+                if ThreadMover.wait is _WAIT:
                     raise
             finally:
                 bench.mover.close()
@@ -234,7 +234,7 @@ def record_of_exercise(folder: Path) -> AccessLog:
     return log
 
 
-_WAIT = Mover.wait
+_WAIT = ThreadMover.wait
 WAITS_OF_THE_THREADS = (
     Guard.READ_AFTER_LOAD,
     Guard.READ_AFTER_JOIN,
@@ -253,7 +253,7 @@ def test_with_every_wait_the_exercise_has_no_race(tmp_path: Path) -> None:
 def test_a_missing_wait_is_found(
     guard: Guard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Mover, "wait", without(guard))
+    monkeypatch.setattr(ThreadMover, "wait", without(guard))
     assert races(record_of_exercise(tmp_path).events)
 
 
@@ -276,4 +276,6 @@ def test_what_submitting_orders_is_needed(guard: Guard, tmp_path: Path) -> None:
 
 
 def test_every_guard_is_tested() -> None:
-    assert set(Guard) == {*WAITS_OF_THE_THREADS, Guard.STORE_AFTER_WRITE, Guard.LOAD_AFTER_READ}
+    by_submitting = {Guard.STORE_AFTER_WRITE, Guard.LOAD_AFTER_READ}
+    of_pinned_buffers = {Guard.FILL_AFTER_COPY, Guard.WRITE_AFTER_COPY}  # test_stream_mover.py
+    assert set(Guard) == {*WAITS_OF_THE_THREADS, *by_submitting, *of_pinned_buffers}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from specoffload.tiers.move import Direction, Move, MoveState, Priority
 from specoffload.tiers.queue import MoveQueue
-from specoffload.tiers.transfer import Mover
+from specoffload.tiers.transfer import ThreadMover
 
 UP, DOWN = Direction.UP, Direction.DOWN
 
@@ -247,7 +247,7 @@ def test_a_forgotten_mover_ends_its_threads() -> None:
             pass
 
     before = threading.active_count()
-    mover = Mover()
+    mover = ThreadMover()
     places = np.zeros(1, np.int32)
     mover.load(Nothing(), None, places, places)  # type: ignore[arg-type]
     assert threading.active_count() == before + 1
