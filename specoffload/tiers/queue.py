@@ -5,6 +5,7 @@ Knows priorities and directions. Refuses to know what a job copies.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -213,6 +214,7 @@ class MoveQueue:
         thread.start()
 
     def _work(self, direction: Direction) -> None:
+        _make_way()
         while True:
             with self._lock:
                 while (move := self._take(direction)) is None:
@@ -237,3 +239,13 @@ class MoveQueue:
             with self._lock:
                 self._finish(move, MoveState.DONE if move.error is None else MoveState.FAILED)
             del run, move  # an idle thread keeps no block alive
+
+
+def _make_way() -> None:
+    """Let threads that compute go before this one when both want a core.
+
+    Copies take long stretches, and a parallel operation is as slow as its slowest thread. Where the
+    user or the system has chosen another scheduling, it stays.
+    """
+    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -295,3 +296,16 @@ def test_any_mix_of_requests_ends_with_every_move_over(data: st.DataObject) -> N
         done = {id(move) for move in known if move.state is MoveState.DONE}
         assert runs.get(name, 0) == len(done)
     queue.close()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="only Linux has SCHED_BATCH")
+def test_threads_that_copy_make_way_for_those_that_compute(desk: Desk) -> None:
+    own = os.sched_getscheduler(0)
+    found: list[int] = []
+    for way in Direction:
+        move = desk.queue.submit(
+            lambda: found.append(os.sched_getscheduler(0)), way, Priority.DEMAND, key=way
+        )
+        desk.queue.wait(move)
+    assert found == [os.SCHED_BATCH if own == os.SCHED_OTHER else own] * 2
+    assert os.sched_getscheduler(0) == own
