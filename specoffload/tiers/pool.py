@@ -93,6 +93,8 @@ class BlockPool:
         self._num_sealed = np.zeros(num_rows, np.int64)
         # First block of each layer and row that its sliding window may still reach.
         self._first_block = np.zeros((shape.num_layers, num_rows), np.int64)
+        # Rows with blocks that left their window while they were in flight.
+        self._overdue: set[int] = set()
         self._round = 0
         self._moves: deque[tuple[Ticket, AnyMove]] = deque()
 
@@ -207,6 +209,7 @@ class BlockPool:
         if not self.is_offloading:
             return
         self._reap()
+        self._drop_overdue()
         self._write_down()
         self._promote()
 
@@ -223,6 +226,7 @@ class BlockPool:
             self._num_blocks[row] = 0
             self._num_sealed[row] = 0
             self._first_block[:, row] = 0
+            self._overdue.discard(row)
             self.ledger.reset(row)
 
     def abandon(self) -> None:
@@ -262,6 +266,18 @@ class BlockPool:
             self._drop(units[idle])
             if idle.all():
                 self._first_block[layer, row] = outside
+            else:
+                self._overdue.add(row)
+
+    def _drop_overdue(self) -> bool:
+        """Drop what was in flight when it left its window; say whether there was anything to try.
+
+        Its slots and homes are counted on: nothing is left over for blocks that nobody sees.
+        """
+        rows, self._overdue = self._overdue, set()
+        for row in rows:
+            self._leave_windows(row, int(self.ledger.committed[row]))
+        return bool(rows)
 
     def _make_room(self, num_slots: int) -> None:
         """Free slots until `num_slots` are: stored blocks leave, the least recently used first."""
@@ -273,6 +289,8 @@ class BlockPool:
                 self.arena.freed(self.residency.demote(units))
             elif self._moves:
                 self._settle_move()
+            elif self._drop_overdue():
+                self._write_down()  # what had found no home
             else:
                 raise NoRoomError(
                     f"{lacking} of {num_slots} slots lacking, and no stored block can leave"
