@@ -307,3 +307,19 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "scatter_blocks": _copied_blocks,
 }
 """What draws the calls of an operation, by its name."""
+
+
+def within_larger_tensors(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the same call on views with gaps between and around what it may read."""
+    arena, table, q = (arguments[name] for name in ("arena_S2HTD", "table_BN", "q_BHQD"))
+    wide = torch.full((arena.shape[0], 3, arena.shape[2] + 1, *arena.shape[3:]), torch.nan)
+    wide[:, 1:, 1:] = arena
+    gappy = torch.full((table.shape[0], 2 * table.shape[1]), -1, dtype=torch.int32)
+    gappy[:, ::2] = table
+    return {
+        **arguments,
+        "arena_S2HTD": wide[:, 1:, 1:],
+        "table_BN": gappy[:, ::2],
+        "q_BHQD": torch.cat([q, q], -1)[..., q.shape[-1] :],
+        "q_start_B": arguments["q_start_B"].repeat_interleave(2)[::2],
+    }

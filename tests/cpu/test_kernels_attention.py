@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import Shape
+from kernel_cases import Shape, within_larger_tensors
 
 import specoffload_kernels as kernels
 from specoffload_kernels.paged_attention import reference
@@ -153,18 +153,9 @@ def test_sums_stay_exact_for_blocks_of_vanishing_mass(backend: str) -> None:
 def test_views_of_larger_tensors(backend: str) -> None:
     arguments = Shape().arguments()
     expected = reference.paged_attention(**arguments)
-    arena, q = arguments["arena_S2HTD"], arguments["q_BHQD"]
-    wide = torch.full((arena.shape[0], 3, arena.shape[2] + 1, *arena.shape[3:]), torch.nan)
-    wide[:, 1:, 1:] = arena
-    table = torch.full((q.shape[0], 2 * arguments["table_BN"].shape[1]), -1, dtype=torch.int32)
-    table[:, ::2] = arguments["table_BN"]
-    arguments["arena_S2HTD"] = wide[:, 1:, 1:]
-    arguments["table_BN"] = table[:, ::2]
-    arguments["q_BHQD"] = torch.cat([q, q], -1)[..., q.shape[-1] :]
     with kernels.forced_backend(backend):
-        assert_close(
-            kernels.paged_attention(**arguments), expected, kernels.ACCURACY[torch.float32]
-        )
+        got = kernels.paged_attention(**within_larger_tensors(arguments))
+    assert_close(got, expected, kernels.ACCURACY[torch.float32])
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "torch"])

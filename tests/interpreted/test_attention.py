@@ -10,7 +10,7 @@ import torch
 from attention_shapes import SHAPES, SIXTEEN_BITS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import Shape
+from kernel_cases import Shape, within_larger_tensors
 from triton.runtime.errors import InterpreterError
 from triton.runtime.interpreter import interpreter_builder
 
@@ -111,16 +111,8 @@ def test_sums_stay_exact_for_blocks_of_vanishing_mass() -> None:
 def test_views_of_larger_tensors() -> None:
     arguments = Shape().arguments()
     expected = reference.paged_attention(**arguments)
-    arena, q = arguments["arena_S2HTD"], arguments["q_BHQD"]
-    wide = torch.full((arena.shape[0], 3, arena.shape[2] + 1, *arena.shape[3:]), torch.nan)
-    wide[:, 1:, 1:] = arena
-    table = torch.full((q.shape[0], 2 * arguments["table_BN"].shape[1]), -1, dtype=torch.int32)
-    table[:, ::2] = arguments["table_BN"]
-    arguments["arena_S2HTD"] = wide[:, 1:, 1:]
-    arguments["table_BN"] = table[:, ::2]
-    arguments["q_BHQD"] = torch.cat([q, q], -1)[..., q.shape[-1] :]
-    arguments["q_start_B"] = arguments["q_start_B"].repeat_interleave(2)[::2]
-    assert_close(paged_attention(**arguments), expected, kernels.ACCURACY[F32])
+    got = paged_attention(**within_larger_tensors(arguments))
+    assert_close(got, expected, kernels.ACCURACY[F32])
 
 
 def test_table_shorter_than_the_sequence() -> None:
